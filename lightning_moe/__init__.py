@@ -1,0 +1,59 @@
+"""lightning-moe: train DeepSeek-V3-class mixture-of-experts models with PyTorch Lightning."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+if TYPE_CHECKING:
+    from lightning_moe.cli import MoECLI
+    from lightning_moe.data.datamodule import TokenDataModule
+    from lightning_moe.metrics import ExpertLoad, MTPAccuracy, TokenMean
+    from lightning_moe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
+    from lightning_moe.models.module import MoELightningModule, MoEShape
+    from lightning_moe.moe.balance import Balancing
+    from lightning_moe.optim.adamw import AdamW
+    from lightning_moe.optim.schedules import TokenSchedule
+
+# Loaded at first use, so that importing the package costs little and needs no optional dependency
+_MODULE_OF = {
+    "AdamW": "lightning_moe.optim.adamw",
+    "Balancing": "lightning_moe.moe.balance",
+    "DeepSeekV3": "lightning_moe.models.deepseek_v3",
+    "DeepSeekV3Config": "lightning_moe.models.deepseek_v3",
+    "ExpertLoad": "lightning_moe.metrics",
+    "MTPAccuracy": "lightning_moe.metrics",
+    "MoECLI": "lightning_moe.cli",
+    "MoELightningModule": "lightning_moe.models.module",
+    "MoEShape": "lightning_moe.models.module",
+    "TokenDataModule": "lightning_moe.data.datamodule",
+    "TokenMean": "lightning_moe.metrics",
+    "TokenSchedule": "lightning_moe.optim.schedules",
+}
+
+__all__ = [
+    "AdamW",
+    "Balancing",
+    "DeepSeekV3",
+    "DeepSeekV3Config",
+    "ExpertLoad",
+    "MTPAccuracy",
+    "MoECLI",
+    "MoELightningModule",
+    "MoEShape",
+    "TokenDataModule",
+    "TokenMean",
+    "TokenSchedule",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,51 @@
+"""The seam that moves tokens to experts and back.
+
+Shapes: ``T`` tokens, ``D`` hidden size, ``K`` experts per token, ``R`` routed rows on this rank, ``e`` local experts.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lightning_moe.moe.router import RoutingPlan
+
+
+class Dispatched(NamedTuple):
+    """Tokens at their experts.
+
+    Args:
+        rows_RD: Rows ordered by local expert; each group is padded with zero rows to the alignment.
+        weights_R: Routing weight of each row, differentiable; 0 for padding.
+        offsets_e: End of each expert's rows, int32; the last one is R, so that no row is uninitialised.
+        state: What the dispatcher needs to bring the rows back.
+    """
+
+    rows_RD: Tensor
+    weights_R: Tensor
+    offsets_e: Tensor
+    state: Any
+
+
+class TokenDispatcher(ABC):
+    """Moves tokens to their experts and brings the weighted results back.
+
+    Args:
+        num_experts: Experts ``E`` of the layer.
+        alignment: Rows to whose multiple each expert's group is padded: 1 for none, 16, 32 or 128 as the
+            multiplication needs.
+    """
+
+    def __init__(self, num_experts: int, alignment: int = 1) -> None:
+        if alignment < 1:
+            raise ValueError(f"alignment is {alignment}, but it must be at least 1, as in 32.")
+        self.num_experts = num_experts
+        self.alignment = alignment
+
+    @abstractmethod
+    def dispatch(self, x_TD: Tensor, plan: RoutingPlan) -> Dispatched:
+        """Brings each token to the experts that the plan chose for it; an index of -1 goes nowhere."""
+
+    @abstractmethod
+    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
+        """Returns ``(T, D)``: for each token the sum of its experts' rows times their weights."""

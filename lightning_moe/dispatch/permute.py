@@ -1,0 +1,150 @@
+"""Permutation of tokens into the order of their experts, and back, on one device.
+
+Both directions only gather, in forward and in backward, so they are deterministic and need no atomic additions.
+
+Shapes: ``T`` tokens, ``D`` hidden size, ``E`` experts, ``K`` experts per token, ``R`` rows.
+"""
+
+from typing import Any, NamedTuple, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class RowPlan(NamedTuple):
+    """Where each token's rows stand.
+
+    Args:
+        row_of_choice_TK: Row of each choice, int64; R for a choice that goes nowhere.
+        choice_of_row_R: Choice ``t * K + k`` of each row, int64; T * K for a row of padding.
+        offsets_E: End of each expert's rows, int32; the last one is R.
+        padded: Whether choices without a row or rows without a choice can exist.
+    """
+
+    row_of_choice_TK: Tensor
+    choice_of_row_R: Tensor
+    offsets_E: Tensor
+    padded: bool
+
+
+@torch.no_grad()
+def plan_rows(indices_TK: Tensor, num_experts: int, alignment: int = 1, *, all_valid: bool = False) -> RowPlan:
+    """Plans the rows in the experts' order, each group padded to the alignment.
+
+    The number of rows depends on shapes alone, so nothing waits for the device: T * K, and with an alignment enough
+    for the worst case; what is left over belongs to the last expert.
+
+    Args:
+        indices_TK: Chosen experts, int64; -1 for none.
+        num_experts: Experts ``E``.
+        alignment: Rows to whose multiple each group is padded.
+        all_valid: Whether it is known that no index is -1.
+    """
+    choices = indices_TK.numel()
+    device = indices_TK.device
+    sort_keys = indices_TK.flatten() if all_valid else indices_TK.flatten() % (num_experts + 1)  # -1 sorts last
+    sorted_keys, choice_in_order = sort_keys.sort(stable=True)
+    experts = torch.arange(num_experts, device=device)
+    ends_E = torch.searchsorted(sorted_keys, experts, right=True)
+    padded = alignment > 1 or not all_valid
+    if not padded:
+        row_of_choice = torch.empty_like(choice_in_order).scatter_(
+            0, choice_in_order, torch.arange(choices, device=device)
+        )
+        return RowPlan(row_of_choice.view_as(indices_TK), choice_in_order, ends_E.to(torch.int32), padded)
+
+    rows = -(-(choices + (alignment - 1) * min(num_experts, choices)) // alignment) * alignment
+    starts_E = F.pad(ends_E[:-1], (1, 0))
+    counts_E = ends_E - starts_E
+    aligned_ends_E = ((counts_E + alignment - 1) // alignment * alignment).cumsum(0)
+    aligned_starts_E = F.pad(aligned_ends_E[:-1], (1, 0))
+    # The last entry sends the choices that go nowhere beyond the rows.
+    shift_per_key = F.pad(aligned_starts_E - starts_E, (0, 1))
+    row_in_order = torch.arange(choices, device=device) + shift_per_key[sorted_keys]
+    row_in_order = row_in_order.where(sorted_keys < num_experts, rows)
+    row_of_choice = torch.empty_like(row_in_order).scatter_(0, choice_in_order, row_in_order)
+    choice_of_row = torch.full((rows + 1,), choices, dtype=torch.int64, device=device)
+    choice_of_row.scatter_(0, row_in_order, choice_in_order)
+    offsets_E = aligned_ends_E.masked_fill(experts == num_experts - 1, rows).to(torch.int32)
+    return RowPlan(row_of_choice.view_as(indices_TK), choice_of_row[:rows], offsets_E, padded)
+
+
+def permute(x_TD: Tensor, weights_TK: Tensor, plan: RowPlan) -> tuple[Tensor, Tensor]:
+    """Copies tokens and routing weights to their rows; padding is zero.
+
+    Returns:
+        The rows ``(R, D)`` and their weights ``(R,)``, both differentiable.
+    """
+    rows_RD, weights_R = _Permute.apply(x_TD, weights_TK, plan)
+    return rows_RD, weights_R
+
+
+def unpermute(y_RD: Tensor, weights_R: Tensor, plan: RowPlan) -> Tensor:
+    """Sums for each token its rows times their weights, in at least float32.
+
+    Returns:
+        ``(T, D)`` in the rows' dtype, differentiable in rows and weights.
+    """
+    return _Unpermute.apply(y_RD, weights_R, plan)
+
+
+def _take_rows(source: Tensor, index: Tensor, padded: bool) -> Tensor:
+    """Rows of ``source``; where padding can exist, an index past the end gives zeros."""
+    if padded:
+        source = torch.cat([source, source.new_zeros(1, *source.shape[1:])])
+    return source.index_select(0, index)
+
+
+def _sum_rows(source_RD: Tensor, index_TK: Tensor, padded: bool, weights_R: Optional[Tensor] = None) -> Tensor:
+    """Sums K (weighted) rows per token."""
+    weights_TK = None
+    if weights_R is not None:
+        weights_TK = _take_rows(weights_R, index_TK.flatten(), padded).view_as(index_TK)
+    if source_RD.device.type == "cpu" and source_RD.dtype in (torch.float32, torch.float64):
+        # One pass without a copy of the K rows.
+        if padded:
+            source_RD = torch.cat([source_RD, source_RD.new_zeros(1, source_RD.shape[1])])
+        if weights_TK is not None:
+            weights_TK = weights_TK.to(source_RD.dtype)
+        return F.embedding_bag(index_TK, source_RD, mode="sum", per_sample_weights=weights_TK)
+    rows_TKD = _take_rows(source_RD, index_TK.flatten(), padded).unflatten(0, index_TK.shape)
+    if weights_TK is None:
+        return rows_TKD.sum(dim=1)
+    return (rows_TKD * weights_TK[..., None]).sum(dim=1).to(source_RD.dtype)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, plan: RowPlan) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(plan.row_of_choice_TK)
+        ctx.padded = plan.padded
+        top_k = weights_TK.shape[1]
+        # A row of padding has choice T * K, hence token T: past the end.
+        rows_RD = _take_rows(x_TD, plan.choice_of_row_R // top_k, plan.padded)
+        return rows_RD, _take_rows(weights_TK.flatten(), plan.choice_of_row_R, plan.padded)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Optional[Tensor], Optional[Tensor], None]:
+        grad_rows_RD, grad_weights_R = grads
+        (row_of_choice_TK,) = ctx.saved_tensors
+        grad_x = _sum_rows(grad_rows_RD.contiguous(), row_of_choice_TK, ctx.padded)
+        grad_weights = _take_rows(grad_weights_R, row_of_choice_TK.flatten(), ctx.padded).view_as(row_of_choice_TK)
+        return grad_x, grad_weights, None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, weights_R: Tensor, plan: RowPlan) -> Tensor:
+        ctx.save_for_backward(y_RD, weights_R, plan.choice_of_row_R)
+        ctx.top_k = plan.row_of_choice_TK.shape[1]
+        ctx.padded = plan.padded
+        return _sum_rows(y_RD, plan.row_of_choice_TK, plan.padded, weights_R)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        y_RD, weights_R, choice_of_row_R = ctx.saved_tensors
+        grad_rows_RD = _take_rows(grads[0], choice_of_row_R // ctx.top_k, ctx.padded)
+        grad_weights = torch.linalg.vecdot(grad_rows_RD.to(weights_R.dtype), y_RD.to(weights_R.dtype))
+        grad_y = (grad_rows_RD * weights_R[:, None]).to(y_RD.dtype)
+        return grad_y, grad_weights, None

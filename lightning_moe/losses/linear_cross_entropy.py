@@ -1,0 +1,114 @@
+"""Cross-entropy of a linear head, computed in chunks of tokens so that the full logits are never held.
+
+Shapes: ``T`` tokens, ``D`` hidden size, ``V`` vocabulary.
+"""
+
+from typing import Any, NamedTuple, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE_INDEX = -100
+
+# Logits of one chunk, in elements: 256 MiB of float32.
+_CHUNK_ELEMENTS = 2**26
+
+
+class CrossEntropy(NamedTuple):
+    """Sum of a cross-entropy and what goes with it.
+
+    Args:
+        loss: Sum over valid tokens, a scalar of at least float32.
+        num_tokens: Valid tokens, int64.
+        predictions_T: The most likely token at each position, int64, or ``None`` when they were not asked for.
+    """
+
+    loss: Tensor
+    num_tokens: Tensor
+    predictions_T: Optional[Tensor]
+
+
+def linear_cross_entropy(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    *,
+    predictions: bool = False,
+    chunk_tokens: Optional[int] = None,
+) -> CrossEntropy:
+    """Cross-entropy of ``hidden @ weight.T`` against labels, summed over valid tokens.
+
+    The gradients of hidden states and weight are computed in the forward pass, chunk by chunk, while the logits of the
+    chunk exist; backward only scales them. Logits are of the inputs' dtype, softmax and sum of at least float32. The
+    weight's gradient is summed over chunks in at least float32.
+
+    Args:
+        hidden_TD: Hidden states.
+        weight_VD: Weight of the head.
+        labels_T: Target of each position, int64; -100 is ignored.
+        predictions: Whether to return the most likely token of each position too.
+        chunk_tokens: Tokens per chunk; by default as many as keep the float32 logits of a chunk within 256 MiB.
+    """
+    if torch.is_autocast_enabled(hidden_TD.device.type):
+        dtype = torch.get_autocast_dtype(hidden_TD.device.type)
+        hidden_TD, weight_VD = hidden_TD.to(dtype), weight_VD.to(dtype)
+    if chunk_tokens is None:
+        chunk_tokens = max(_CHUNK_ELEMENTS // weight_VD.shape[0], 1)
+    loss, predictions_T = _LinearCrossEntropy.apply(hidden_TD, weight_VD, labels_T, predictions, chunk_tokens)
+    return CrossEntropy(loss, (labels_T != IGNORE_INDEX).sum(), predictions_T)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, predictions: bool, chunk_tokens: int
+    ) -> tuple[Tensor, Optional[Tensor]]:
+        hidden_grad, weight_grad = ctx.needs_input_grad[:2]
+        accurate = torch.promote_types(hidden_TD.dtype, torch.float32)
+        loss = torch.zeros((), dtype=accurate, device=hidden_TD.device)
+        grad_hidden_TD = torch.empty_like(hidden_TD) if hidden_grad else None
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=accurate) if weight_grad else None
+        predictions_T = torch.empty_like(labels_T) if predictions else None
+        for start in range(0, hidden_TD.shape[0], chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            hidden, labels = hidden_TD[chunk], labels_T[chunk]
+            valid = labels != IGNORE_INDEX
+            targets = labels.where(valid, 0)[:, None]
+            logits = F.linear(hidden, weight_VD)
+            if predictions_T is not None:
+                predictions_T[chunk] = logits.argmax(dim=-1)
+            logits = logits.to(accurate)
+            log_sum = torch.logsumexp(logits, dim=-1, keepdim=True)
+            token_losses = (log_sum - logits.gather(1, targets)).squeeze(1)
+            # `where` and not a product: an ignored position may hold anything.
+            loss += token_losses.where(valid, 0.0).sum()
+            if grad_hidden_TD is None and grad_weight_VD is None:
+                continue
+            grad_logits = logits.sub_(log_sum).exp_()
+            grad_logits.scatter_add_(1, targets, torch.full_like(log_sum, -1.0))
+            grad_logits.masked_fill_(~valid[:, None], 0.0)
+            grad_logits = grad_logits.to(hidden.dtype)
+            if grad_hidden_TD is not None:
+                torch.mm(grad_logits, weight_VD, out=grad_hidden_TD[chunk])
+            if grad_weight_VD is not None:
+                if grad_weight_VD.dtype == hidden.dtype:
+                    grad_weight_VD.addmm_(grad_logits.T, hidden)
+                else:
+                    grad_weight_VD += grad_logits.T @ hidden
+        if grad_weight_VD is not None:
+            grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
+        ctx.save_for_backward(grad_hidden_TD, grad_weight_VD)
+        if predictions_T is not None:
+            ctx.mark_non_differentiable(predictions_T)
+        return loss, predictions_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Optional[Tensor], Optional[Tensor], None, None, None]:
+        grad_hidden_TD, grad_weight_VD = ctx.saved_tensors
+        scale = grads[0]
+        if grad_hidden_TD is not None:
+            grad_hidden_TD = grad_hidden_TD * scale.to(grad_hidden_TD.dtype)
+        if grad_weight_VD is not None:
+            grad_weight_VD = grad_weight_VD * scale.to(grad_weight_VD.dtype)
+        return grad_hidden_TD, grad_weight_VD, None, None, None

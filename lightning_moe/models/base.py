@@ -1,0 +1,136 @@
+"""The contract of a MoE language model: blocks, a forward pass to sums of losses, initial weights."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor, nn
+
+from lightning_moe.moe.layer import MoELayer
+
+
+class MoEModelOutput(NamedTuple):
+    """What a MoE model returns. Losses are sums over tokens; the training module divides them once per optimizer step.
+
+    Args:
+        loss: Sum of the next-token cross-entropy over valid tokens; ``None`` without labels.
+        num_tokens: Valid tokens of the main loss, int64; ``None`` without labels.
+        mtp_losses: Sum of the cross-entropy of each multi-token-prediction depth.
+        mtp_num_tokens: Valid tokens of each depth, int64.
+        mtp_correct: Tokens that each depth predicted as the data has them, int64 ``(depths,)``; ``None`` unless asked
+            for.
+        mtp_accepted: Tokens for which each depth predicted what the main model predicts at that place (what greedy
+            speculative decoding would accept), int64 ``(depths,)``; ``None`` unless asked for.
+        balance_loss: Sum over layers and sequences of length times sequence-wise balance loss; ``None`` unless asked
+            for.
+        expert_counts: Tokens that each expert got, int64 ``(E,)``, for each MoE layer in the order of
+            :meth:`MoEModel.moe_layers`.
+        logits: Main logits ``(B, S, V)``, only without labels.
+        mtp_logits: Logits of each depth, only without labels.
+    """
+
+    loss: Optional[Tensor] = None
+    num_tokens: Optional[Tensor] = None
+    mtp_losses: tuple[Tensor, ...] = ()
+    mtp_num_tokens: tuple[Tensor, ...] = ()
+    mtp_correct: Optional[Tensor] = None
+    mtp_accepted: Optional[Tensor] = None
+    balance_loss: Optional[Tensor] = None
+    expert_counts: tuple[Tensor, ...] = ()
+    logits: Optional[Tensor] = None
+    mtp_logits: tuple[Tensor, ...] = ()
+
+
+class MoEModel(nn.Module, ABC):
+    """A MoE language model on one device: no process group, mesh or rank. A strategy distributes it from outside."""
+
+    @abstractmethod
+    def blocks(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the qualified name and the module of every transformer block, multi-token-prediction ones included."""
+
+    @abstractmethod
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Optional[Tensor] = None,
+        *,
+        document_ids: Optional[Tensor] = None,
+        position_ids: Optional[Tensor] = None,
+        valid: Optional[Tensor] = None,
+        mtp: bool = True,
+        balance: bool = True,
+        predictions: bool = False,
+    ) -> MoEModelOutput:
+        """Runs the model to sums of losses, or to logits when there are no labels.
+
+        Args:
+            input_ids: Tokens ``(B, S)``, int64.
+            labels: Next token of each position ``(B, S)``, int64; -100 is ignored.
+            document_ids: Document of each token ``(B, S)``, int64, counted from 0 in each row; tokens see only their
+                own document. ``None`` makes each row one document.
+            position_ids: Positions ``(B, S)`` or ``(S,)``, int64; 0 to S - 1 by default.
+            valid: Bool ``(B, S)``, False for padding at the end of rows; ``None`` when there is none.
+            mtp: Whether to run the multi-token-prediction depths.
+            balance: Whether to compute the balance loss.
+            predictions: Whether to count correct and accepted predictions of the depths.
+        """
+
+    def moe_layers(self) -> Iterator[tuple[str, MoELayer]]:
+        """Yields the qualified name and the module of every MoE layer, in the order of the blocks."""
+        for block_name, block in self.blocks():
+            for name, module in block.named_modules():
+                if isinstance(module, MoELayer):
+                    yield f"{block_name}.{name}" if name else block_name, module
+
+    def init_weights(self, seed: int) -> None:
+        """Gives every parameter and buffer its initial value, as a function of the seed and its qualified name alone.
+
+        Each module that owns parameters or buffers draws with generators seeded by its name, so that the values
+        depend neither on the order of construction nor on what else the model holds.
+
+        Args:
+            seed: Any integer.
+
+        Raises:
+            TypeError: A module owns parameters or buffers but has no ``reset_parameters`` method.
+        """
+        devices = {p.device for p in self.parameters() if p.device.type not in ("cpu", "meta")}
+        for name, module in self.named_modules():
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if not own:
+                continue
+            if not callable(getattr(module, "reset_parameters", None)):
+                raise TypeError(
+                    f"{type(module).__name__} ({name}) owns parameters or buffers, so it must have a method "
+                    "reset_parameters() that gives all of them their initial values."
+                )
+            with torch.random.fork_rng(sorted(d.index or 0 for d in devices), device_type=_device_type(devices)):
+                torch.manual_seed(seed_of(seed, name))
+                module.reset_parameters()
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Counts parameters.
+
+        Returns:
+            ``total``, and ``activated``: those that one token uses, that is all but the routed experts it does not
+            take. Multi-token prediction, which is dropped after training, counts as ``mtp`` apart from both.
+        """
+        total = sum(p.numel() for p in self.parameters())
+        idle = sum(_idle_parameters(layer) for _, layer in self.moe_layers())
+        return {"total": total, "activated": total - idle, "mtp": 0}
+
+
+def _idle_parameters(layer: MoELayer) -> int:
+    routed = sum(p.numel() for p in layer.experts.parameters())
+    return routed - routed * layer.router.num_experts_per_tok // layer.router.n_routed_experts
+
+
+def _device_type(devices: set[torch.device]) -> str:
+    return next(iter(devices)).type if devices else "cuda"
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Derives the seed of a name: 63 bits of a hash, equal on every machine and version."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,75 @@
+"""DeepSeek-V3 as a LightningModule."""
+
+from dataclasses import asdict
+from typing import Any, Optional, Union
+
+import torch
+from lightning.pytorch.cli import OptimizerCallable
+
+from lightning_moe.models.base import MoEModel
+from lightning_moe.models.deepseek_v3.attention import attention_backend
+from lightning_moe.models.deepseek_v3.config import DeepSeekV3Config, YarnScaling
+from lightning_moe.models.deepseek_v3.model import DeepSeekV3Model
+from lightning_moe.models.module import MoELightningModule, MoEShape
+from lightning_moe.moe.balance import Balancing
+from lightning_moe.optim.adamw import AdamW
+from lightning_moe.optim.schedules import TokenSchedule
+
+
+class DeepSeekV3(MoELightningModule):
+    """Trains a DeepSeek-V3 model with multi-token prediction.
+
+    Args:
+        config: The architecture, in the field names of the Hugging Face ``config.json``.
+        optimizer: Makes the optimizer from the parameters.
+        schedule: Learning-rate schedule in tokens; ``None`` keeps the optimizer's learning rate.
+        balancing: How the load of the experts is kept even.
+        mtp_loss_weight: Weight lambda of the multi-token-prediction loss: ``{from this token: value}`` or one number.
+    """
+
+    def __init__(
+        self,
+        config: DeepSeekV3Config = DeepSeekV3Config(),  # noqa: B008 - frozen
+        optimizer: OptimizerCallable = lambda params: AdamW(params),
+        schedule: Optional[TokenSchedule] = None,
+        balancing: Balancing = Balancing(),  # noqa: B008 - frozen
+        mtp_loss_weight: Union[dict[float, float], float] = {0: 0.3, 10e12: 0.1},  # noqa: B006 - never changed
+    ) -> None:
+        super().__init__(optimizer, schedule, balancing, mtp_loss_weight)
+        self.config = _config_of(config)
+        # Plain values, so that checkpoints load with weights_only=True.
+        self.save_hyperparameters(
+            {
+                "config": asdict(self.config),
+                "balancing": asdict(self.balancing),
+                "mtp_loss_weight": mtp_loss_weight,
+            }
+        )
+
+    def build_model(self) -> MoEModel:
+        """Builds the model."""
+        return DeepSeekV3Model(self.config)
+
+    def moe_shape(self) -> MoEShape:
+        """Returns the model's sizes."""
+        return MoEShape(
+            vocab_size=self.config.vocab_size,
+            hidden_size=self.config.hidden_size,
+            n_routed_experts=self.config.n_routed_experts,
+            num_experts_per_tok=self.config.num_experts_per_tok,
+            moe_intermediate_size=self.config.moe_intermediate_size,
+            max_position_embeddings=self.config.max_position_embeddings,
+            num_nextn_predict_layers=self.config.num_nextn_predict_layers,
+        )
+
+    def attention_backend(self) -> str:
+        """Names the attention kernel that is used on this device."""
+        dtype = torch.get_autocast_dtype("cuda") if self.device.type == "cuda" else torch.float32
+        return attention_backend(self.config, self.device, dtype)
+
+
+def _config_of(config: Any) -> DeepSeekV3Config:
+    if isinstance(config, dict):  # from a checkpoint
+        scaling = config.get("rope_scaling")
+        return DeepSeekV3Config(**{**config, "rope_scaling": YarnScaling(**scaling) if scaling else None})
+    return config

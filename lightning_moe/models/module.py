@@ -1,0 +1,429 @@
+"""The LightningModule that MoE language models are trained with; users subclass it for models of their own."""
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Optional, Union
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_moe.metrics import ExpertLoad, MTPAccuracy, TokenMean
+from lightning_moe.models.base import MoEModel, MoEModelOutput
+from lightning_moe.models.step_sums import StepSums
+from lightning_moe.moe.balance import Balancing, update_selection_bias
+from lightning_moe.optim.adamw import AdamW
+from lightning_moe.optim.schedules import ResolvedTokenSchedule, TokenSchedule, check_token_value, value_at
+from lightning_moe.strategies.gradients import scale_and_clip, skip_step_unless
+
+
+@dataclass(frozen=True)
+class MoEShape:
+    """The sizes of a MoE model that are known before it is built; layouts and data are checked against them.
+
+    Args:
+        vocab_size: Token ids that the model knows.
+        hidden_size: Width of a token.
+        n_routed_experts: Routed experts of a MoE layer.
+        num_experts_per_tok: Experts that a token takes.
+        moe_intermediate_size: Width of an expert.
+        max_position_embeddings: Longest sequence, or ``None`` for no limit.
+        num_nextn_predict_layers: Multi-token-prediction depths.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    max_position_embeddings: Optional[int] = None
+    num_nextn_predict_layers: int = 0
+
+
+class MoELightningModule(LightningModule):
+    """Trains a :class:`~lightning_moe.models.base.MoEModel`; a subclass says which by overriding two methods.
+
+    ``build_model()`` returns the model, ``moe_shape()`` its sizes. Once per optimizer step, whatever the precision
+    plugin, gradients are divided by the valid tokens of the whole step, their global norm is taken and clipped to
+    ``trainer.gradient_clip_val``, and the selection biases of all MoE layers move one step towards an even load. A step
+    whose norm is not finite changes no weight, moment or bias; its tokens count as seen.
+
+    Everything that changes with training is a function of the tokens seen, never of steps.
+
+    Args:
+        optimizer: Makes the optimizer from the parameters.
+        schedule: Learning-rate schedule in tokens; ``None`` keeps the optimizer's learning rate.
+        balancing: How the load of the experts is kept even.
+        mtp_loss_weight: Weight lambda of the multi-token-prediction loss: ``{from this token: value}`` or one number.
+            The mean over depths is multiplied by it.
+    """
+
+    def __init__(
+        self,
+        optimizer: OptimizerCallable = lambda params: AdamW(params),
+        schedule: Optional[TokenSchedule] = None,
+        balancing: Balancing = Balancing(),  # noqa: B008 - frozen
+        mtp_loss_weight: Union[dict[float, float], float] = {0: 0.3, 10e12: 0.1},  # noqa: B006 - never changed
+    ) -> None:
+        super().__init__()
+        check_token_value("mtp_loss_weight", mtp_loss_weight, minimum=0.0)
+        self.optimizer_factory = optimizer
+        self.schedule = schedule
+        self.balancing = Balancing(**balancing) if isinstance(balancing, dict) else balancing
+        self.mtp_loss_weight = mtp_loss_weight
+        self.model: Optional[MoEModel] = None
+        self.tokens_seen = 0
+        # Sums a tensor over the processes that read different data; a strategy with several processes sets it.
+        self.sum_over_data_ranks: Callable[[Tensor], Tensor] = _on_one_device
+        self._step_sums = StepSums()
+        self._resolved_schedule: Optional[ResolvedTokenSchedule] = None
+        self._configured_groups: list[dict[str, Any]] = []
+        self._skipped_steps: Optional[Tensor] = None
+        self._clock = _StepClock()
+
+    # What a subclass provides
+
+    @abstractmethod
+    def build_model(self) -> MoEModel:
+        """Builds the model; called once, on the meta device, and initial weights are drawn afterwards."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must override build_model() to return its MoEModel; "
+            "see MoELightningModule for what else a model needs."
+        )
+
+    @abstractmethod
+    def moe_shape(self) -> MoEShape:
+        """Returns the model's sizes; callable before the model is built."""
+        raise NotImplementedError(f"{type(self).__name__} must override moe_shape() to return the MoEShape of its model.")
+
+    # Building
+
+    def setup(self, stage: str) -> None:
+        """Refuses a strategy that would train each process on its own gradients, and resolves the schedule."""
+        trainer = self.trainer
+        if trainer.world_size > 1 and not getattr(trainer.strategy, "distributes_moe_modules", False):
+            raise ValueError(
+                f"trainer.strategy is {type(trainer.strategy).__name__} with {trainer.world_size} processes, but "
+                f"{type(self).__name__} needs a strategy that knows experts.\n"
+                "On one device: --trainer.devices 1; several need lightning_moe's ExpertParallelStrategy."
+            )
+        if self.schedule is not None and stage == "fit":
+            self._resolved_schedule = self.schedule.resolve(getattr(trainer.datamodule, "max_tokens", None))
+
+    def configure_model(self) -> None:
+        """Builds the model and gives it its initial weights, once."""
+        if self.model is not None:
+            return
+        device = torch.get_default_device()
+        with torch.device("meta"):
+            model = self.build_model()
+        if not isinstance(model, MoEModel):
+            raise TypeError(
+                f"{type(self).__name__}.build_model() returned a {type(model).__name__}, but it must return a "
+                "lightning_moe MoEModel."
+            )
+        model.to_empty(device=device)
+        model.init_weights(torch.initial_seed())
+        outside = [name for name, _ in self.named_parameters()]
+        if outside:
+            raise ValueError(
+                f"{type(self).__name__} has parameters outside the model it builds ({', '.join(outside[:3])}), which "
+                "no strategy would shard or load. Move them into the MoEModel that build_model() returns."
+            )
+        self.model = model
+        layers = len(list(model.moe_layers()))
+        self.val_expert_load = ExpertLoad(layers, self.moe_shape().n_routed_experts) if layers else None
+        depths = self.moe_shape().num_nextn_predict_layers
+        self.val_loss = TokenMean()
+        self.val_mtp_losses = torch.nn.ModuleList(TokenMean() for _ in range(depths))
+        self.val_mtp_accuracy = MTPAccuracy(depths) if depths else None
+        self.train_mtp_accuracy = MTPAccuracy(depths) if depths else None
+
+    @property
+    def built_model(self) -> MoEModel:
+        """The model.
+
+        Raises:
+            RuntimeError: It has not been built yet.
+        """
+        if self.model is None:
+            raise RuntimeError(f"{type(self).__name__} has no model yet; the Trainer or configure_model() builds it.")
+        return self.model
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Counts parameters; see :meth:`MoEModel.parameter_counts`."""
+        return self.built_model.parameter_counts()
+
+    def configure_optimizers(self) -> Optimizer:
+        """Makes the optimizer of the model's parameters."""
+        optimizer = self.optimizer_factory(self.built_model.parameters())
+        self._configured_groups = [
+            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+        return optimizer
+
+    # One optimizer step
+
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> MoEModelOutput:
+        """Runs the model; without labels it returns logits. See :meth:`MoEModel.forward`."""
+        return self.built_model(input_ids, **kwargs)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Returns the sum of all loss terms of a micro-batch; it is divided once per optimizer step."""
+        mtp_weight = value_at(self.mtp_loss_weight, self.tokens_seen)
+        output = self.built_model(
+            **_model_inputs(batch),
+            mtp=mtp_weight > 0,
+            balance=self.balancing.sequence_loss_weight > 0,
+            predictions=self._logs_this_step,
+        )
+        total = output.loss
+        if output.mtp_losses:
+            total = total + torch.stack(output.mtp_losses).mean() * mtp_weight
+        if output.balance_loss is not None:
+            total = total + output.balance_loss * self.balancing.sequence_loss_weight
+        self._step_sums.add(output, total, batch["input_ids"].numel())
+        return total
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: Optional[float] = None,
+        gradient_clip_algorithm: Optional[str] = None,
+    ) -> None:
+        """Finishes the gradients of a whole optimizer step: scale, norm, decide, clip, and move the biases."""
+        step = self._step_sums
+        by_value = gradient_clip_algorithm == "value" and gradient_clip_val is not None
+        num_tokens = self.sum_over_data_ranks(step.sums["num_tokens"])
+        # Lightning has divided each micro-batch by accumulate_grad_batches, however many the window really has.
+        scale = self.trainer.accumulate_grad_batches / num_tokens.clamp(min=1).to(step.sums["loss"].dtype)
+        norm = scale_and_clip(self.built_model.parameters(), scale, None if by_value else gradient_clip_val)
+        if by_value:
+            torch.nn.utils.clip_grad_value_(self.built_model.parameters(), gradient_clip_val)
+        finite = torch.isfinite(norm)
+        bare = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        skip_step_unless(finite, bare)
+        self._move_biases(finite)
+        self._set_learning_rate(bare)
+        skipped = (~finite).to(torch.int64)
+        self._skipped_steps = skipped if self._skipped_steps is None else self._skipped_steps + skipped
+        step.sums["grad_norm"] = norm
+
+    def _move_biases(self, finite: Tensor) -> None:
+        if not self._step_sums.expert_counts:
+            return
+        sizes = [counts.numel() for counts in self._step_sums.expert_counts]
+        # One reduction for all layers.
+        summed = self.sum_over_data_ranks(torch.cat(self._step_sums.expert_counts)).split(sizes)
+        self._step_sums.expert_counts = list(summed)
+        speed = value_at(self.balancing.bias_update_speed, self.tokens_seen)
+        if speed > 0:
+            layers = [layer for _, layer in self.built_model.moe_layers()][: len(summed)]
+            for layer, counts in zip(layers, summed, strict=True):
+                update_selection_bias(layer.router.e_score_correction_bias, counts, speed, finite)
+
+    def _set_learning_rate(self, optimizer: Optimizer) -> None:
+        if self._resolved_schedule is None:
+            return
+        multiplier = self._resolved_schedule.multiplier(self.tokens_seen + self._window_positions())
+        for group, configured in zip(optimizer.param_groups, self._configured_groups, strict=True):
+            group["lr"] = configured["lr"] * multiplier
+
+    def _window_positions(self) -> int:
+        data_ranks = (self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+        return self._step_sums.positions * data_ranks
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Union[Optimizer, LightningOptimizer],
+        optimizer_closure: Optional[Callable[[], Any]] = None,
+    ) -> None:
+        """Steps, releases the gradients at once, and counts the tokens of the step as seen."""
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        optimizer.zero_grad(set_to_none=True)
+        self.tokens_seen += self._window_positions()
+        self._clock.step_done(self.tokens_seen)
+
+    # Logging and validation
+
+    @property
+    def _logs_this_step(self) -> bool:
+        return (self.global_step + 1) % self.trainer.log_every_n_steps == 0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Logs a finished optimizer step, and starts the sums of the next."""
+        step = self._step_sums
+        if "grad_norm" not in step.sums:
+            return
+        self._step_sums = StepSums()
+        if self.global_step % self.trainer.log_every_n_steps == 0:
+            self._log_step(step)
+        self._clock.bookkeeping_done()
+
+    def _log_step(self, step: StepSums) -> None:
+        sums = {
+            name: value if name == "grad_norm" else self.sum_over_data_ranks(value) for name, value in step.sums.items()
+        }
+        num_tokens = sums["num_tokens"]
+        values: dict[str, Any] = {
+            "train/loss": sums["loss"] / num_tokens,
+            "train/total_loss": sums["total_loss"] / num_tokens,
+            "train/grad_norm": sums["grad_norm"],
+            "train/skipped_steps": float(self._skipped_steps) if self._skipped_steps is not None else 0.0,
+            "train/lr": self.trainer.optimizers[0].param_groups[0]["lr"],
+            "train/tokens_seen": float(self.tokens_seen),
+        }
+        if "balance_loss" in sums:
+            values["train/balance_loss"] = sums["balance_loss"] / num_tokens
+        if "mtp_losses" in sums:
+            for depth, loss in enumerate((sums["mtp_losses"] / sums["mtp_num_tokens"]).unbind(), start=1):
+                values[f"train/mtp_loss_{depth}"] = loss
+        if self.train_mtp_accuracy is not None and "mtp_correct" in sums:
+            self.train_mtp_accuracy.update(sums["mtp_correct"], sums["mtp_num_tokens"], sums["mtp_accepted"])
+            values.update(_mtp_values("train", self.train_mtp_accuracy))
+        if step.expert_counts:
+            counts = torch.stack(step.expert_counts)
+            # Made anew, because a step without multi-token prediction has fewer layers.
+            load = ExpertLoad(*counts.shape).to(counts.device)
+            load.update(counts)
+            values.update(_load_values("train", load))
+        tokens_per_second = self._clock.tokens_per_second()
+        if tokens_per_second is not None:
+            values["train/tokens_per_second"] = tokens_per_second
+        shown = {"train/loss", "train/tokens_per_second"}
+        for name, value in values.items():
+            self.log(name, value, on_step=True, on_epoch=False, prog_bar=name in shown, batch_size=1)
+
+    def on_train_start(self) -> None:
+        """Lets the configured optimizer options win over those of a loaded checkpoint."""
+        for group, configured in zip(self.trainer.optimizers[0].param_groups, self._configured_groups, strict=True):
+            group.update(configured)
+        self._clock = _StepClock(self.tokens_seen)
+
+    def on_validation_start(self) -> None:
+        """Starts the time that throughput leaves out."""
+        self._clock.pause()
+
+    def on_validation_end(self) -> None:
+        """Ends the time that throughput leaves out."""
+        self._clock.resume()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Adds a batch to the means over tokens."""
+        output = self.built_model(**_model_inputs(batch), balance=False, predictions=True)
+        self.val_loss.update(output.loss, output.num_tokens)
+        for mean, loss, tokens in zip(self.val_mtp_losses, output.mtp_losses, output.mtp_num_tokens, strict=True):
+            mean.update(loss, tokens)
+        if self.val_mtp_accuracy is not None and output.mtp_correct is not None:
+            self.val_mtp_accuracy.update(output.mtp_correct, torch.stack(output.mtp_num_tokens), output.mtp_accepted)
+        if self.val_expert_load is not None and output.expert_counts:
+            self.val_expert_load.update(torch.stack(output.expert_counts))
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs the means over all tokens of the validation set."""
+        self._log_evaluation("val")
+
+    test_step = validation_step
+
+    def on_test_epoch_end(self) -> None:
+        """Logs the means over all tokens of the test set."""
+        self._log_evaluation("test")
+
+    def _log_evaluation(self, stage: str) -> None:
+        values = {f"{stage}/loss": self.val_loss.compute()}
+        self.val_loss.reset()
+        for depth, mean in enumerate(self.val_mtp_losses, start=1):
+            values[f"{stage}/mtp_loss_{depth}"] = mean.compute()
+            mean.reset()
+        if self.val_mtp_accuracy is not None:
+            values.update(_mtp_values(stage, self.val_mtp_accuracy))
+        if self.val_expert_load is not None:
+            values.update(_load_values(stage, self.val_expert_load))
+        for name, value in values.items():
+            self.log(name, value, prog_bar=name.endswith("/loss"), batch_size=1)
+
+    # Checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Saves the number of tokens seen."""
+        checkpoint["tokens_seen"] = self.tokens_seen
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restores the number of tokens seen.
+
+        Raises:
+            ValueError: The checkpoint does not say, so it was not written by this class.
+        """
+        if "tokens_seen" not in checkpoint:
+            raise ValueError(
+                f"The checkpoint has no tokens_seen, so it was not written by {type(self).__name__}; schedules in "
+                "tokens cannot go on from it."
+            )
+        self.tokens_seen = checkpoint["tokens_seen"]
+
+
+def _model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    known = {"input_ids", "labels", "document_ids", "position_ids", "valid"}
+    if not {"input_ids", "labels"} <= set(batch) <= known:
+        raise ValueError(
+            f"A batch has the keys {', '.join(sorted(batch))}, but it needs input_ids and labels, and may have "
+            "document_ids, position_ids and valid (False for padding)."
+        )
+    return batch
+
+
+def _on_one_device(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _mtp_values(stage: str, metric: MTPAccuracy) -> dict[str, Tensor]:
+    computed = metric.compute()
+    metric.reset()
+    return {
+        f"{stage}/mtp_{name}_{depth}": value
+        for name, values in computed.items()
+        for depth, value in enumerate(values.reshape(-1).unbind(), start=1)
+    }
+
+
+def _load_values(stage: str, metric: ExpertLoad) -> dict[str, Tensor]:
+    computed = metric.compute()
+    metric.reset()
+    return {f"{stage}/expert_load_{name}": value for name, value in computed.items()}
+
+
+class _StepClock:
+    """Tokens per second between two readings, without validation and without what callbacks do after a step."""
+
+    def __init__(self, tokens_seen: int = 0) -> None:
+        self._tokens_read = self._tokens = tokens_seen
+        self._seconds = 0.0
+        self._since: Optional[float] = time.perf_counter()
+
+    def pause(self) -> None:
+        if self._since is not None:
+            self._seconds += time.perf_counter() - self._since
+            self._since = None
+
+    def resume(self) -> None:
+        if self._since is None:
+            self._since = time.perf_counter()
+
+    def step_done(self, tokens_seen: int) -> None:
+        self._tokens = tokens_seen
+        self.pause()
+
+    def bookkeeping_done(self) -> None:
+        self.resume()
+
+    def tokens_per_second(self) -> Optional[float]:
+        tokens, seconds = self._tokens - self._tokens_read, self._seconds
+        self._tokens_read, self._seconds = self._tokens, 0.0
+        return tokens / seconds if seconds > 0 else None

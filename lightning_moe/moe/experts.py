@@ -1,0 +1,93 @@
+"""The routed experts of a MoE layer, and the seam that multiplies them.
+
+Shapes: ``R`` routed rows on this rank (expert-major), ``D`` hidden size, ``F`` expert width, ``e`` local experts.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_moe.moe.feed_forward import swiglu
+
+
+def grouped_mm(a_RK: Tensor, b_eKN: Tensor, offsets_e: Tensor) -> Tensor:
+    """Multiplies each group of rows by the matrix of its expert.
+
+    Args:
+        a_RK: Rows, ordered by expert.
+        b_eKN: One matrix per expert.
+        offsets_e: End of each expert's rows, int32; the last one is R. Groups may be empty.
+
+    Returns:
+        The products ``(R, N)``.
+    """
+    if a_RK.dtype == torch.float64:  # no library kernel takes float64; only tests need it
+        ends = offsets_e.tolist()
+        starts = [0, *ends[:-1]]
+        return torch.cat([a_RK[s:t] @ b for s, t, b in zip(starts, ends, b_eKN.unbind(), strict=True)])
+    if torch.is_autocast_enabled(a_RK.device.type):  # autocast does not know this operator
+        dtype = torch.get_autocast_dtype(a_RK.device.type)
+        a_RK, b_eKN = a_RK.to(dtype), b_eKN.to(dtype)
+    return _library_grouped_mm(a_RK, b_eKN, offs=offsets_e)
+
+
+# Public since torch 2.12 or so; the same operator has stood under the private name before.
+_library_grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
+
+
+class GroupedExperts(nn.Module):
+    """SwiGLU experts whose weights are stacked, applied to rows that are ordered by expert.
+
+    Args:
+        num_experts: Experts held here.
+        hidden_size: Width ``D`` of a token.
+        moe_intermediate_size: Width ``F`` of an expert.
+        initializer_range: Standard deviation of the initial weights.
+        first_expert: Global id of the first expert held here; initial weights are a function of the global id.
+    """
+
+    gate_up_proj: Tensor
+    down_proj: Tensor
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        moe_intermediate_size: int,
+        *,
+        initializer_range: float = 0.006,
+        first_expert: int = 0,
+    ) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.initializer_range = initializer_range
+        self.first_expert = first_expert
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * moe_intermediate_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, moe_intermediate_size))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws each expert from N(0, ``initializer_range``) with a generator of its own, seeded by its global id."""
+        if self.gate_up_proj.is_meta:
+            return
+        base_seed = int(torch.randint(2**31, ()))
+        for weight in (self.gate_up_proj, self.down_proj):
+            for expert in range(self.num_experts):
+                generator = torch.Generator(weight.device).manual_seed(base_seed + self.first_expert + expert)
+                weight[expert].normal_(std=self.initializer_range, generator=generator)
+            base_seed += 2**31
+
+    def grouped_mm(self, a_RK: Tensor, b_eKN: Tensor, offsets_e: Tensor) -> Tensor:
+        """The multiplication; precision plugins replace it. See :func:`grouped_mm`."""
+        return grouped_mm(a_RK, b_eKN, offsets_e)
+
+    def forward(self, rows_RD: Tensor, offsets_e: Tensor) -> Tensor:
+        """Applies each expert to its rows.
+
+        Args:
+            rows_RD: Rows, ordered by expert.
+            offsets_e: End of each expert's rows, int32; the last one is R.
+        """
+        gate_up = self.grouped_mm(rows_RD, self.gate_up_proj.transpose(1, 2), offsets_e)
+        return self.grouped_mm(swiglu(gate_up), self.down_proj.transpose(1, 2), offsets_e)

@@ -1,0 +1,89 @@
+"""The MoE layer: router, dispatcher, experts and shared experts put together.
+
+Shapes: ``B`` batch, ``S`` sequence, ``T`` = B * S tokens, ``D`` hidden size, ``E`` experts, ``K`` experts per token.
+"""
+
+from typing import NamedTuple, Optional
+
+from torch import Tensor, nn
+
+from lightning_moe.dispatch.base import TokenDispatcher
+from lightning_moe.moe.balance import count_routed, sequence_balance_loss
+from lightning_moe.moe.experts import GroupedExperts
+from lightning_moe.moe.router import Router
+
+
+class RouterStats(NamedTuple):
+    """What a MoE layer says of its routing; an output of the forward pass, never an attribute set on the way.
+
+    Args:
+        counts_E: Tokens that each expert got, int64.
+        balance_sum: Sum over sequences of length times balance loss, or ``None`` when it was not asked for.
+    """
+
+    counts_E: Tensor
+    balance_sum: Optional[Tensor]
+
+
+class MoELayer(nn.Module):
+    """A DeepSeekMoE layer (DeepSeek-V3 report, section 2.1.2).
+
+    Args:
+        router: Chooses experts for each token.
+        experts: The routed experts.
+        dispatcher: Moves tokens to experts and back; a strategy replaces it.
+        shared_experts: A feed-forward that every token takes, or ``None``.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        experts: GroupedExperts,
+        dispatcher: TokenDispatcher,
+        shared_experts: Optional[nn.Module] = None,
+    ) -> None:
+        super().__init__()
+        self.router = router
+        self.experts = experts
+        self.shared_experts = shared_experts
+        self.dispatcher = dispatcher
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        valid_BS: Optional[Tensor] = None,
+        *,
+        document_ids_BS: Optional[Tensor] = None,
+        balance: bool = True,
+    ) -> tuple[Tensor, RouterStats]:
+        """Applies the layer.
+
+        Args:
+            x_BSD: Hidden states.
+            valid_BS: Bool, False for tokens that must not be routed nor counted; ``None`` when all are valid.
+            document_ids_BS: Documents of packed rows, which the balance loss then takes as its sequences.
+            balance: Whether to compute the balance loss.
+
+        Returns:
+            The output ``(B, S, D)``, without the residual, and the statistics of the routing.
+        """
+        batch, sequence, _ = x_BSD.shape
+        x_TD = x_BSD.flatten(0, 1)
+        plan = self.router(x_TD, None if valid_BS is None else valid_BS.flatten())
+        dispatched = self.dispatcher.dispatch(x_TD, plan)
+        routed_TD = self.dispatcher.combine(self.experts(dispatched.rows_RD, dispatched.offsets_e), dispatched)
+        y_BSD = routed_TD.view_as(x_BSD)
+        if self.shared_experts is not None:
+            y_BSD = y_BSD + self.shared_experts(x_BSD)
+
+        indices_BSK = plan.indices_TK.unflatten(0, (batch, sequence))
+        counts_BE = count_routed(indices_BSK, self.router.n_routed_experts)
+        balance_sum = None
+        if balance:
+            balance_sum = sequence_balance_loss(
+                plan.scores_TE.unflatten(0, (batch, sequence)),
+                indices_BSK,
+                counts_BE=counts_BE,
+                document_ids_BS=document_ids_BS,
+            )
+        return y_BSD, RouterStats(counts_BE.sum(dim=0), balance_sum)
