@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from lightning_moe.dispatch.base import Dispatched, TokenDispatcher
-from lightning_moe.dispatch.permute import plan_rows, permute, unpermute
+from lightning_moe.dispatch.permute import permute, plan_rows, unpermute
 from lightning_moe.moe.router import RoutingPlan
 
 

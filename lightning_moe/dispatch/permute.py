@@ -5,7 +5,7 @@ Both directions only gather, in forward and in backward, so they are determinist
 Shapes: ``T`` tokens, ``D`` hidden size, ``E`` experts, ``K`` experts per token, ``R`` rows.
 """
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +96,7 @@ def _take_rows(source: Tensor, index: Tensor, padded: bool) -> Tensor:
     return source.index_select(0, index)
 
 
-def _sum_rows(source_RD: Tensor, index_TK: Tensor, padded: bool, weights_R: Optional[Tensor] = None) -> Tensor:
+def _sum_rows(source_RD: Tensor, index_TK: Tensor, padded: bool, weights_R: Tensor | None = None) -> Tensor:
     """Sums K (weighted) rows per token."""
     weights_TK = None
     if weights_R is not None:
@@ -125,7 +125,7 @@ class _Permute(torch.autograd.Function):
         return rows_RD, _take_rows(weights_TK.flatten(), plan.choice_of_row_R, plan.padded)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Optional[Tensor], Optional[Tensor], None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         grad_rows_RD, grad_weights_R = grads
         (row_of_choice_TK,) = ctx.saved_tensors
         grad_x = _sum_rows(grad_rows_RD.contiguous(), row_of_choice_TK, ctx.padded)

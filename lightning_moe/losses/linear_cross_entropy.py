@@ -3,7 +3,7 @@
 Shapes: ``T`` tokens, ``D`` hidden size, ``V`` vocabulary.
 """
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ class CrossEntropy(NamedTuple):
 
     loss: Tensor
     num_tokens: Tensor
-    predictions_T: Optional[Tensor]
+    predictions_T: Tensor | None
 
 
 def linear_cross_entropy(
@@ -35,7 +35,7 @@ def linear_cross_entropy(
     labels_T: Tensor,
     *,
     predictions: bool = False,
-    chunk_tokens: Optional[int] = None,
+    chunk_tokens: int | None = None,
 ) -> CrossEntropy:
     """Cross-entropy of ``hidden @ weight.T`` against labels, summed over valid tokens.
 
@@ -63,7 +63,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, predictions: bool, chunk_tokens: int
-    ) -> tuple[Tensor, Optional[Tensor]]:
+    ) -> tuple[Tensor, Tensor | None]:
         hidden_grad, weight_grad = ctx.needs_input_grad[:2]
         accurate = torch.promote_types(hidden_TD.dtype, torch.float32)
         loss = torch.zeros((), dtype=accurate, device=hidden_TD.device)
@@ -104,7 +104,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss, predictions_T
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Optional[Tensor], Optional[Tensor], None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         grad_hidden_TD, grad_weight_VD = ctx.saved_tensors
         scale = grads[0]
         if grad_hidden_TD is not None:

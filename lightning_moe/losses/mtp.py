@@ -3,13 +3,11 @@
 Shapes: ``B`` batch, ``S`` sequence.
 """
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
 
-def shift_valid(document_ids_BS: Optional[Tensor], valid_BS: Optional[Tensor], like_BS: Tensor, shift: int) -> Tensor:
+def shift_valid(document_ids_BS: Tensor | None, valid_BS: Tensor | None, like_BS: Tensor, shift: int) -> Tensor:
     """Tells at which positions the token ``shift`` places ahead exists, is valid and stands in the same document.
 
     Args:

@@ -3,7 +3,7 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +31,15 @@ class MoEModelOutput(NamedTuple):
         mtp_logits: Logits of each depth, only without labels.
     """
 
-    loss: Optional[Tensor] = None
-    num_tokens: Optional[Tensor] = None
+    loss: Tensor | None = None
+    num_tokens: Tensor | None = None
     mtp_losses: tuple[Tensor, ...] = ()
     mtp_num_tokens: tuple[Tensor, ...] = ()
-    mtp_correct: Optional[Tensor] = None
-    mtp_accepted: Optional[Tensor] = None
-    balance_loss: Optional[Tensor] = None
+    mtp_correct: Tensor | None = None
+    mtp_accepted: Tensor | None = None
+    balance_loss: Tensor | None = None
     expert_counts: tuple[Tensor, ...] = ()
-    logits: Optional[Tensor] = None
+    logits: Tensor | None = None
     mtp_logits: tuple[Tensor, ...] = ()
 
 
@@ -54,11 +54,11 @@ class MoEModel(nn.Module, ABC):
     def forward(
         self,
         input_ids: Tensor,
-        labels: Optional[Tensor] = None,
+        labels: Tensor | None = None,
         *,
-        document_ids: Optional[Tensor] = None,
-        position_ids: Optional[Tensor] = None,
-        valid: Optional[Tensor] = None,
+        document_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        valid: Tensor | None = None,
         mtp: bool = True,
         balance: bool = True,
         predictions: bool = False,

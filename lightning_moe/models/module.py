@@ -4,7 +4,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Optional, Union
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -41,7 +41,7 @@ class MoEShape:
     n_routed_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int
-    max_position_embeddings: Optional[int] = None
+    max_position_embeddings: int | None = None
     num_nextn_predict_layers: int = 0
 
 
@@ -66,9 +66,9 @@ class MoELightningModule(LightningModule):
     def __init__(
         self,
         optimizer: OptimizerCallable = lambda params: AdamW(params),
-        schedule: Optional[TokenSchedule] = None,
+        schedule: TokenSchedule | None = None,
         balancing: Balancing = Balancing(),  # noqa: B008 - frozen
-        mtp_loss_weight: Union[dict[float, float], float] = {0: 0.3, 10e12: 0.1},  # noqa: B006 - never changed
+        mtp_loss_weight: dict[float, float] | float = {0: 0.3, 10e12: 0.1},  # noqa: B006 - never changed
     ) -> None:
         super().__init__()
         check_token_value("mtp_loss_weight", mtp_loss_weight, minimum=0.0)
@@ -76,14 +76,17 @@ class MoELightningModule(LightningModule):
         self.schedule = schedule
         self.balancing = Balancing(**balancing) if isinstance(balancing, dict) else balancing
         self.mtp_loss_weight = mtp_loss_weight
-        self.model: Optional[MoEModel] = None
+        self.model: MoEModel | None = None
+        self.val_expert_load: ExpertLoad | None = None
+        self.train_mtp_accuracy: MTPAccuracy | None = None
+        self.val_mtp_accuracy: MTPAccuracy | None = None
         self.tokens_seen = 0
         # Sums a tensor over the processes that read different data; a strategy with several processes sets it.
         self.sum_over_data_ranks: Callable[[Tensor], Tensor] = _on_one_device
         self._step_sums = StepSums()
-        self._resolved_schedule: Optional[ResolvedTokenSchedule] = None
+        self._resolved_schedule: ResolvedTokenSchedule | None = None
         self._configured_groups: list[dict[str, Any]] = []
-        self._skipped_steps: Optional[Tensor] = None
+        self._skipped_steps: Tensor | None = None
         self._clock = _StepClock()
 
     # What a subclass provides
@@ -99,13 +102,15 @@ class MoELightningModule(LightningModule):
     @abstractmethod
     def moe_shape(self) -> MoEShape:
         """Returns the model's sizes; callable before the model is built."""
-        raise NotImplementedError(f"{type(self).__name__} must override moe_shape() to return the MoEShape of its model.")
+        raise NotImplementedError(
+            f"{type(self).__name__} must override moe_shape() to return the MoEShape of its model."
+        )
 
     # Building
 
     def setup(self, stage: str) -> None:
         """Refuses a strategy that would train each process on its own gradients, and resolves the schedule."""
-        trainer = self.trainer
+        trainer: Any = self.trainer
         if trainer.world_size > 1 and not getattr(trainer.strategy, "distributes_moe_modules", False):
             raise ValueError(
                 f"trainer.strategy is {type(trainer.strategy).__name__} with {trainer.world_size} processes, but "
@@ -140,7 +145,7 @@ class MoELightningModule(LightningModule):
         self.val_expert_load = ExpertLoad(layers, self.moe_shape().n_routed_experts) if layers else None
         depths = self.moe_shape().num_nextn_predict_layers
         self.val_loss = TokenMean()
-        self.val_mtp_losses = torch.nn.ModuleList(TokenMean() for _ in range(depths))
+        self.val_mtp_losses: Any = torch.nn.ModuleList(TokenMean() for _ in range(depths))
         self.val_mtp_accuracy = MTPAccuracy(depths) if depths else None
         self.train_mtp_accuracy = MTPAccuracy(depths) if depths else None
 
@@ -193,17 +198,17 @@ class MoELightningModule(LightningModule):
     def configure_gradient_clipping(
         self,
         optimizer: Optimizer,
-        gradient_clip_val: Optional[float] = None,
-        gradient_clip_algorithm: Optional[str] = None,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Finishes the gradients of a whole optimizer step: scale, norm, decide, clip, and move the biases."""
         step = self._step_sums
-        by_value = gradient_clip_algorithm == "value" and gradient_clip_val is not None
+        clip_norm = None if gradient_clip_algorithm == "value" else gradient_clip_val
         num_tokens = self.sum_over_data_ranks(step.sums["num_tokens"])
         # Lightning has divided each micro-batch by accumulate_grad_batches, however many the window really has.
         scale = self.trainer.accumulate_grad_batches / num_tokens.clamp(min=1).to(step.sums["loss"].dtype)
-        norm = scale_and_clip(self.built_model.parameters(), scale, None if by_value else gradient_clip_val)
-        if by_value:
+        norm = scale_and_clip(self.built_model.parameters(), scale, clip_norm)
+        if gradient_clip_algorithm == "value" and gradient_clip_val is not None:
             torch.nn.utils.clip_grad_value_(self.built_model.parameters(), gradient_clip_val)
         finite = torch.isfinite(norm)
         bare = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
@@ -242,8 +247,8 @@ class MoELightningModule(LightningModule):
         self,
         epoch: int,
         batch_idx: int,
-        optimizer: Union[Optimizer, LightningOptimizer],
-        optimizer_closure: Optional[Callable[[], Any]] = None,
+        optimizer: Optimizer | LightningOptimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
         """Steps, releases the gradients at once, and counts the tokens of the step as seen."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
@@ -255,7 +260,12 @@ class MoELightningModule(LightningModule):
 
     @property
     def _logs_this_step(self) -> bool:
-        return (self.global_step + 1) % self.trainer.log_every_n_steps == 0
+        return (self.global_step + 1) % self._log_interval == 0
+
+    @property
+    def _log_interval(self) -> int:
+        trainer: Any = self.trainer
+        return max(trainer.log_every_n_steps, 1)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs a finished optimizer step, and starts the sums of the next."""
@@ -263,7 +273,7 @@ class MoELightningModule(LightningModule):
         if "grad_norm" not in step.sums:
             return
         self._step_sums = StepSums()
-        if self.global_step % self.trainer.log_every_n_steps == 0:
+        if self.global_step % self._log_interval == 0:
             self._log_step(step)
         self._clock.bookkeeping_done()
 
@@ -405,7 +415,7 @@ class _StepClock:
     def __init__(self, tokens_seen: int = 0) -> None:
         self._tokens_read = self._tokens = tokens_seen
         self._seconds = 0.0
-        self._since: Optional[float] = time.perf_counter()
+        self._since: float | None = time.perf_counter()
 
     def pause(self) -> None:
         if self._since is not None:
@@ -423,7 +433,7 @@ class _StepClock:
     def bookkeeping_done(self) -> None:
         self.resume()
 
-    def tokens_per_second(self) -> Optional[float]:
+    def tokens_per_second(self) -> float | None:
         tokens, seconds = self._tokens - self._tokens_read, self._seconds
         self._tokens_read, self._seconds = self._tokens, 0.0
         return tokens / seconds if seconds > 0 else None

@@ -1,7 +1,6 @@
 """Sums over the micro-batches of one optimizer step, kept on the device."""
 
 from dataclasses import dataclass, field
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -48,11 +47,11 @@ class StepSums:
             counts = [a + b for a, b in zip(self.expert_counts, counts, strict=True)]
         self.expert_counts = counts
 
-    def _add(self, name: str, value: Optional[Tensor]) -> None:
+    def _add(self, name: str, value: Tensor | None) -> None:
         if value is not None:
             value = value.detach()
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
 
-def _stack(values: tuple[Tensor, ...]) -> Optional[Tensor]:
+def _stack(values: tuple[Tensor, ...]) -> Tensor | None:
     return torch.stack(values) if values else None

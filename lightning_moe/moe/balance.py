@@ -4,7 +4,6 @@ Shapes: ``B`` batch, ``S`` sequence, ``T`` = B * S tokens, ``E`` experts, ``K`` 
 """
 
 from dataclasses import dataclass, field
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -57,8 +56,8 @@ def sequence_balance_loss(
     scores_BSE: Tensor,
     indices_BSK: Tensor,
     *,
-    counts_BE: Optional[Tensor] = None,
-    document_ids_BS: Optional[Tensor] = None,
+    counts_BE: Tensor | None = None,
+    document_ids_BS: Tensor | None = None,
 ) -> Tensor:
     r"""The sequence-wise balance loss of the DeepSeek-V3 report (equations 17 to 20), without its weight alpha.
 
@@ -100,7 +99,7 @@ def sequence_balance_loss(
 
 
 @torch.no_grad()
-def update_selection_bias(bias_E: Tensor, counts_E: Tensor, speed: float, applied: Optional[Tensor] = None) -> None:
+def update_selection_bias(bias_E: Tensor, counts_E: Tensor, speed: float, applied: Tensor | None = None) -> None:
     """Moves the selection bias one step towards an even load, in place (DeepSeek-V3 report, section 2.1.2).
 
     An expert with less than the mean load gets ``+ speed``, one with more ``- speed``, one with the mean is left.

@@ -3,7 +3,7 @@
 Shapes: ``B`` batch, ``S`` sequence, ``T`` = B * S tokens, ``D`` hidden size, ``E`` experts, ``K`` experts per token.
 """
 
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -22,7 +22,7 @@ class RouterStats(NamedTuple):
     """
 
     counts_E: Tensor
-    balance_sum: Optional[Tensor]
+    balance_sum: Tensor | None
 
 
 class MoELayer(nn.Module):
@@ -40,7 +40,7 @@ class MoELayer(nn.Module):
         router: Router,
         experts: GroupedExperts,
         dispatcher: TokenDispatcher,
-        shared_experts: Optional[nn.Module] = None,
+        shared_experts: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.router = router
@@ -51,9 +51,9 @@ class MoELayer(nn.Module):
     def forward(
         self,
         x_BSD: Tensor,
-        valid_BS: Optional[Tensor] = None,
+        valid_BS: Tensor | None = None,
         *,
-        document_ids_BS: Optional[Tensor] = None,
+        document_ids_BS: Tensor | None = None,
         balance: bool = True,
     ) -> tuple[Tensor, RouterStats]:
         """Applies the layer.

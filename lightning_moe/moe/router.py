@@ -4,7 +4,7 @@ Shapes: ``T`` tokens, ``D`` hidden size, ``E`` experts, ``K`` experts per token,
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Optional
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -94,7 +94,7 @@ class Router(nn.Module):
 
         return super()._apply(apply_but_keep_precision, recurse)
 
-    def forward(self, x_TD: Tensor, valid_T: Optional[Tensor] = None) -> RoutingPlan:
+    def forward(self, x_TD: Tensor, valid_T: Tensor | None = None) -> RoutingPlan:
         """Chooses experts.
 
         Args:

@@ -1,7 +1,6 @@
 """What happens to the gradients once per optimizer step: scale, norm, clip, and the decision to skip."""
 
 from collections.abc import Iterable
-from typing import Optional
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +8,7 @@ from torch.optim import Optimizer
 
 
 @torch.no_grad()
-def scale_and_clip(parameters: Iterable[nn.Parameter], scale: Tensor, max_norm: Optional[float]) -> Tensor:
+def scale_and_clip(parameters: Iterable[nn.Parameter], scale: Tensor, max_norm: float | None) -> Tensor:
     """Scales all gradients and clips their global norm, in one pass over them.
 
     Args:

@@ -3,8 +3,6 @@
 Shapes: ``B`` batch, ``S`` sequence, ``D`` hidden size, ``H`` heads.
 """
 
-from typing import Optional
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,7 +32,7 @@ def document_mask(document_ids_BS: Tensor) -> Tensor:
 
 
 def causal_attention(
-    q_BHSd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor, *, scale: float, mask: Optional[Tensor] = None
+    q_BHSd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor, *, scale: float, mask: Tensor | None = None
 ) -> Tensor:
     """Causal attention through ``scaled_dot_product_attention``.
 
@@ -99,7 +97,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.scale = softmax_scale(config)
         std = config.initializer_range
         query_width = self.num_heads * config.qk_head_dim
-        self.q_proj: Optional[Linear] = None
+        self.q_proj: Linear | None = None
         if config.q_lora_rank is None:
             self.q_proj = Linear(config.hidden_size, query_width, std)
         else:
@@ -111,7 +109,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.kv_b_proj = Linear(config.kv_lora_rank, self.num_heads * (self.nope_dim + self.v_dim), std)
         self.o_proj = Linear(self.num_heads * self.v_dim, config.hidden_size, std)
 
-    def forward(self, x_BSD: Tensor, rotation: Rotation, mask: Optional[Tensor] = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, rotation: Rotation, mask: Tensor | None = None) -> Tensor:
         """Applies attention.
 
         Args:
@@ -119,10 +117,7 @@ class MultiHeadLatentAttention(nn.Module):
             rotation: Rotation of the positions.
             mask: :func:`document_mask`, or ``None`` for plain causal attention.
         """
-        if self.q_proj is not None:
-            q = self.q_proj(x_BSD)
-        else:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))
+        q = self.q_proj(x_BSD) if self.q_proj is not None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))
         q_BSHd = q.unflatten(-1, (self.num_heads, -1))
         q_nope, q_rope = q_BSHd.split([self.nope_dim, self.rope_dim], dim=-1)
 

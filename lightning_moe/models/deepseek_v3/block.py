@@ -1,7 +1,5 @@
 """One transformer block of DeepSeek-V3: latent attention, then a dense feed-forward or experts."""
 
-from typing import Optional
-
 from torch import Tensor, nn
 
 from lightning_moe.dispatch.local import LocalDispatcher
@@ -63,12 +61,12 @@ class Block(nn.Module):
         self,
         x_BSD: Tensor,
         rotation: Rotation,
-        mask: Optional[Tensor] = None,
+        mask: Tensor | None = None,
         *,
-        valid_BS: Optional[Tensor] = None,
-        document_ids_BS: Optional[Tensor] = None,
+        valid_BS: Tensor | None = None,
+        document_ids_BS: Tensor | None = None,
         balance: bool = True,
-    ) -> tuple[Tensor, Optional[RouterStats]]:
+    ) -> tuple[Tensor, RouterStats | None]:
         """Applies the block.
 
         Args:

@@ -4,7 +4,7 @@ import json
 import logging
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Optional, Union
+from typing import Any, Literal
 
 _log = logging.getLogger(__name__)
 
@@ -106,14 +106,14 @@ class DeepSeekV3Config:
     scoring_func: Literal["sigmoid", "softmax"] = "sigmoid"
     topk_method: Literal["noaux_tc", "group_limited_greedy", "greedy"] = "noaux_tc"
     first_k_dense_replace: int = 3
-    q_lora_rank: Optional[int] = 1536
+    q_lora_rank: int | None = 1536
     kv_lora_rank: int = 512
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64
     v_head_dim: int = 128
     max_position_embeddings: int = 4096
     rope_theta: float = 10000.0
-    rope_scaling: Optional[YarnScaling] = None
+    rope_scaling: YarnScaling | None = None
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.006
     mtp_input: Literal["post_norm", "pre_norm"] = "post_norm"
@@ -218,7 +218,7 @@ class DeepSeekV3Config:
         return replace(PRESETS[name], **overrides)
 
     @classmethod
-    def from_json(cls, path: Union[str, Path], **overrides: Any) -> "DeepSeekV3Config":
+    def from_json(cls, path: str | Path, **overrides: Any) -> "DeepSeekV3Config":
         """Reads an unmodified Hugging Face ``config.json``; see :func:`fields_from_json`.
 
         Args:
@@ -244,14 +244,33 @@ _FIXED = {
     "rope_interleave": (True,),
     "tie_word_embeddings": (False,),
 }
-_IGNORED = (
-    "_name_or_path architectures auto_map aux_loss_alpha bos_token_id dtype eos_token_id ep_size head_dim "
-    "mlp_layer_types model_type num_key_value_heads output_router_logits pad_token_id pretraining_tp qk_head_dim "
-    "quantization_config seq_aux torch_dtype transformers_version unsloth_fixed use_cache"
-).split()
+_IGNORED = [
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "aux_loss_alpha",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "ep_size",
+    "head_dim",
+    "mlp_layer_types",
+    "model_type",
+    "num_key_value_heads",
+    "output_router_logits",
+    "pad_token_id",
+    "pretraining_tp",
+    "qk_head_dim",
+    "quantization_config",
+    "seq_aux",
+    "torch_dtype",
+    "transformers_version",
+    "unsloth_fixed",
+    "use_cache",
+]
 
 
-def fields_from_json(path: Union[str, Path]) -> dict[str, Any]:
+def fields_from_json(path: str | Path) -> dict[str, Any]:
     """Reads the fields of :class:`DeepSeekV3Config` from an unmodified Hugging Face ``config.json``.
 
     Keys that do not matter for training (dtype, token ids, quantisation, …) are dropped and named in one info line.
@@ -291,16 +310,21 @@ def fields_from_json(path: Union[str, Path]) -> dict[str, Any]:
     if unknown:
         raise ValueError(f"{path}: unknown keys {', '.join(sorted(unknown))}; this is not a DeepSeek-V3 config.json.")
     read["n_shared_experts"] = raw.get("n_shared_experts") or 0
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    read["rope_theta"] = float(rope.get("rope_theta", raw.get("rope_theta", DeepSeekV3Config.rope_theta)))
+    rope: dict[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta: Any = rope.get("rope_theta", raw.get("rope_theta", DeepSeekV3Config.rope_theta))
+    read["rope_theta"] = float(theta)
     read["rope_scaling"] = _yarn_from_json(rope, path)
     dropped = sorted(key for key in raw if key in _FIXED or key in _IGNORED)
-    yarn = "; YaRN is on (rope_scaling: null turns it off)" if read["rope_scaling"] else ""
-    _log.info("%s: not needed for training: %s%s", path, ", ".join(dropped) or "nothing", yarn)
+    notes = [f"{path}: not needed for training: {', '.join(dropped) or 'nothing'}"]
+    if read["rope_scaling"]:
+        notes.append("YaRN is on (rope_scaling: null turns it off)")
+    if read.get("initializer_range", 0.006) != 0.006:
+        notes.append(f"initializer_range is {read['initializer_range']} (the report trains from 0.006)")
+    _log.info("; ".join(notes))
     return read
 
 
-def _yarn_from_json(rope: dict[str, Any], path: Path) -> Optional[dict[str, Any]]:
+def _yarn_from_json(rope: dict[str, Any], path: Path) -> dict[str, Any] | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None

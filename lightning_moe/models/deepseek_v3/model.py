@@ -7,7 +7,7 @@ Shapes: ``B`` batch, ``S`` sequence, ``D`` hidden size, ``V`` vocabulary.
 """
 
 from collections.abc import Iterator
-from typing import Optional, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -79,11 +79,11 @@ class DeepSeekV3Model(MoEModel):
     def forward(
         self,
         input_ids: Tensor,
-        labels: Optional[Tensor] = None,
+        labels: Tensor | None = None,
         *,
-        document_ids: Optional[Tensor] = None,
-        position_ids: Optional[Tensor] = None,
-        valid: Optional[Tensor] = None,
+        document_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        valid: Tensor | None = None,
         mtp: bool = True,
         balance: bool = True,
         predictions: bool = False,

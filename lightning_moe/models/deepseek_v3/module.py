@@ -1,7 +1,7 @@
 """DeepSeek-V3 as a LightningModule."""
 
 from dataclasses import asdict
-from typing import Any, Optional, Union
+from typing import Any
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
@@ -31,9 +31,9 @@ class DeepSeekV3(MoELightningModule):
         self,
         config: DeepSeekV3Config = DeepSeekV3Config(),  # noqa: B008 - frozen
         optimizer: OptimizerCallable = lambda params: AdamW(params),
-        schedule: Optional[TokenSchedule] = None,
+        schedule: TokenSchedule | None = None,
         balancing: Balancing = Balancing(),  # noqa: B008 - frozen
-        mtp_loss_weight: Union[dict[float, float], float] = {0: 0.3, 10e12: 0.1},  # noqa: B006 - never changed
+        mtp_loss_weight: dict[float, float] | float = {0: 0.3, 10e12: 0.1},  # noqa: B006 - never changed
     ) -> None:
         super().__init__(optimizer, schedule, balancing, mtp_loss_weight)
         self.config = _config_of(config)

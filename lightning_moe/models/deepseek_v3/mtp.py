@@ -1,7 +1,5 @@
 """One depth of multi-token prediction."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor, nn
 
@@ -36,12 +34,12 @@ class MultiTokenPrediction(nn.Module):
         embedding_BSD: Tensor,
         hidden_BSD: Tensor,
         rotation: Rotation,
-        mask: Optional[Tensor],
+        mask: Tensor | None,
         *,
         valid_BS: Tensor,
-        document_ids_BS: Optional[Tensor],
+        document_ids_BS: Tensor | None,
         balance: bool,
-    ) -> tuple[Tensor, Optional[RouterStats]]:
+    ) -> tuple[Tensor, RouterStats | None]:
         """Runs the depth.
 
         Args:

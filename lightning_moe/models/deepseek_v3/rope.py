@@ -33,9 +33,7 @@ def rotation_of(config: DeepSeekV3Config, position_ids: Tensor, dtype: torch.dty
     return Rotation(angles.cos() * multiplier, angles.sin() * multiplier)
 
 
-def inverse_frequencies(
-    config: DeepSeekV3Config, device: torch.device, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def inverse_frequencies(config: DeepSeekV3Config, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Angle per position of each pair ``(P,)``: theta^(-2i/d), interpolated by YaRN where it is on."""
     dim = config.qk_rope_head_dim
     pairs_P = torch.arange(dim // 2, device=device, dtype=dtype)
