@@ -89,18 +89,18 @@ def unpermute(y_RD: Tensor, weights_R: Tensor, plan: RowPlan) -> Tensor:
     return _Unpermute.apply(y_RD, weights_R, plan)
 
 
-def _take_rows(source: Tensor, index: Tensor, padded: bool) -> Tensor:
+def take_rows(source: Tensor, index: Tensor, padded: bool) -> Tensor:
     """Rows of ``source``; where padding can exist, an index past the end gives zeros."""
     if padded:
         source = torch.cat([source, source.new_zeros(1, *source.shape[1:])])
     return source.index_select(0, index)
 
 
-def _sum_rows(source_RD: Tensor, index_TK: Tensor, padded: bool, weights_R: Tensor | None = None) -> Tensor:
+def sum_rows(source_RD: Tensor, index_TK: Tensor, padded: bool, weights_R: Tensor | None = None) -> Tensor:
     """Sums K (weighted) rows per token."""
     weights_TK = None
     if weights_R is not None:
-        weights_TK = _take_rows(weights_R, index_TK.flatten(), padded).view_as(index_TK)
+        weights_TK = take_rows(weights_R, index_TK.flatten(), padded).view_as(index_TK)
     if source_RD.device.type == "cpu" and source_RD.dtype in (torch.float32, torch.float64):
         # One pass without a copy of the K rows.
         if padded:
@@ -108,7 +108,7 @@ def _sum_rows(source_RD: Tensor, index_TK: Tensor, padded: bool, weights_R: Tens
         if weights_TK is not None:
             weights_TK = weights_TK.to(source_RD.dtype)
         return F.embedding_bag(index_TK, source_RD, mode="sum", per_sample_weights=weights_TK)
-    rows_TKD = _take_rows(source_RD, index_TK.flatten(), padded).unflatten(0, index_TK.shape)
+    rows_TKD = take_rows(source_RD, index_TK.flatten(), padded).unflatten(0, index_TK.shape)
     if weights_TK is None:
         return rows_TKD.sum(dim=1)
     return (rows_TKD * weights_TK[..., None]).sum(dim=1).to(source_RD.dtype)
@@ -121,15 +121,15 @@ class _Permute(torch.autograd.Function):
         ctx.padded = plan.padded
         top_k = weights_TK.shape[1]
         # A row of padding has choice T * K, hence token T: past the end.
-        rows_RD = _take_rows(x_TD, plan.choice_of_row_R // top_k, plan.padded)
-        return rows_RD, _take_rows(weights_TK.flatten(), plan.choice_of_row_R, plan.padded)
+        rows_RD = take_rows(x_TD, plan.choice_of_row_R // top_k, plan.padded)
+        return rows_RD, take_rows(weights_TK.flatten(), plan.choice_of_row_R, plan.padded)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         grad_rows_RD, grad_weights_R = grads
         (row_of_choice_TK,) = ctx.saved_tensors
-        grad_x = _sum_rows(grad_rows_RD.contiguous(), row_of_choice_TK, ctx.padded)
-        grad_weights = _take_rows(grad_weights_R, row_of_choice_TK.flatten(), ctx.padded).view_as(row_of_choice_TK)
+        grad_x = sum_rows(grad_rows_RD.contiguous(), row_of_choice_TK, ctx.padded)
+        grad_weights = take_rows(grad_weights_R, row_of_choice_TK.flatten(), ctx.padded).view_as(row_of_choice_TK)
         return grad_x, grad_weights, None
 
 
@@ -139,12 +139,12 @@ class _Unpermute(torch.autograd.Function):
         ctx.save_for_backward(y_RD, weights_R, plan.choice_of_row_R)
         ctx.top_k = plan.row_of_choice_TK.shape[1]
         ctx.padded = plan.padded
-        return _sum_rows(y_RD, plan.row_of_choice_TK, plan.padded, weights_R)
+        return sum_rows(y_RD, plan.row_of_choice_TK, plan.padded, weights_R)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         y_RD, weights_R, choice_of_row_R = ctx.saved_tensors
-        grad_rows_RD = _take_rows(grads[0], choice_of_row_R // ctx.top_k, ctx.padded)
+        grad_rows_RD = take_rows(grads[0], choice_of_row_R // ctx.top_k, ctx.padded)
         grad_weights = torch.linalg.vecdot(grad_rows_RD.to(weights_R.dtype), y_RD.to(weights_R.dtype))
         grad_y = (grad_rows_RD * weights_R[:, None]).to(y_RD.dtype)
         return grad_y, grad_weights, None

@@ -11,8 +11,8 @@ class ExpertLoad(ExactMetric):
 
     ``compute`` returns scalars under these keys:
 
-    - ``max_violation``: (largest load - mean load) / mean load, mean over layers; 0 is perfectly even, and with E experts
-      and top-k routing E / k - 1 is the worst (MaxVio of "Auxiliary-Loss-Free Load Balancing Strategy for
+    - ``max_violation``: (largest load - mean load) / mean load, mean over layers; 0 is perfectly even, and with E
+      experts and top-k routing E / k - 1 is the worst (MaxVio of "Auxiliary-Loss-Free Load Balancing Strategy for
       Mixture-of-Experts", arXiv 2408.15664);
     - ``max_violation_worst_layer``: its maximum over layers;
     - ``entropy``: entropy of the load divided by log E, mean over layers; 1 is perfectly even.
@@ -23,7 +23,7 @@ class ExpertLoad(ExactMetric):
         num_layers: MoE layers, MTP blocks included.
         num_experts: Routed experts of each layer.
         per_layer: Whether ``compute`` also returns ``layer_max_violation`` and ``layer_entropy``, each of shape
-            (layers,).
+            (layers,), a scalar for one layer.
 
     Raises:
         ValueError: If there is no layer, or there are fewer than two experts.

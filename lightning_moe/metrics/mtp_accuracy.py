@@ -7,7 +7,7 @@ from lightning_moe.metrics.exact import ExactMetric
 class MTPAccuracy(ExactMetric):
     """How often the multi-token prediction blocks are right, for each depth k = 1 … D.
 
-    ``compute`` returns, each of shape (D,) and NaN where no position was counted:
+    ``compute`` returns, each of shape (D,) (a scalar for D = 1) and NaN where no position was counted:
 
     - ``accuracy``: the block's most likely token is the token of the data;
     - ``acceptance`` (if ``update`` was given it): the block's most likely token is the one that the main model would

@@ -96,19 +96,9 @@ class MoEModel(nn.Module, ABC):
         Raises:
             TypeError: A module owns parameters or buffers but has no ``reset_parameters`` method.
         """
-        devices = {p.device for p in self.parameters() if p.device.type not in ("cpu", "meta")}
         for name, module in self.named_modules():
-            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            if not own:
-                continue
-            if not callable(getattr(module, "reset_parameters", None)):
-                raise TypeError(
-                    f"{type(module).__name__} ({name}) owns parameters or buffers, so it must have a method "
-                    "reset_parameters() that gives all of them their initial values."
-                )
-            with torch.random.fork_rng(sorted(d.index or 0 for d in devices), device_type=_device_type(devices)):
-                torch.manual_seed(seed_of(seed, name))
-                module.reset_parameters()
+            if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                init_own_weights(module, seed, name)
 
     def parameter_counts(self) -> dict[str, int]:
         """Counts parameters.
@@ -127,8 +117,29 @@ def _idle_parameters(layer: MoELayer) -> int:
     return routed - routed * layer.router.num_experts_per_tok // layer.router.n_routed_experts
 
 
-def _device_type(devices: set[torch.device]) -> str:
-    return next(iter(devices)).type if devices else "cuda"
+def init_own_weights(module: nn.Module, seed: int, name: str) -> None:
+    """Gives the parameters and buffers that a module owns itself, without its children, their initial values.
+
+    They are a function of the seed and the module's name alone. The global random state is left as it was.
+
+    Args:
+        module: The module.
+        seed: Any integer.
+        name: Qualified name of the module in its model.
+
+    Raises:
+        TypeError: The module has no ``reset_parameters`` method.
+    """
+    if not callable(getattr(module, "reset_parameters", None)):
+        raise TypeError(
+            f"{type(module).__name__} ({name}) owns parameters or buffers, so it must have a method "
+            "reset_parameters() that gives all of them their initial values."
+        )
+    devices = {p.device for p in module.parameters(recurse=False) if p.device.type not in ("cpu", "meta")}
+    device_type = next(iter(devices)).type if devices else "cuda"
+    with torch.random.fork_rng([d.index or 0 for d in devices], device_type=device_type):
+        torch.manual_seed(seed_of(seed, name))
+        module.reset_parameters()
 
 
 def seed_of(seed: int, name: str) -> int:

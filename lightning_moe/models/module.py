@@ -111,7 +111,7 @@ class MoELightningModule(LightningModule):
     def setup(self, stage: str) -> None:
         """Refuses a strategy that would train each process on its own gradients, and resolves the schedule."""
         trainer: Any = self.trainer
-        if trainer.world_size > 1 and not getattr(trainer.strategy, "distributes_moe_modules", False):
+        if trainer.world_size > 1 and not _distributes(trainer.strategy):
             raise ValueError(
                 f"trainer.strategy is {type(trainer.strategy).__name__} with {trainer.world_size} processes, but "
                 f"{type(self).__name__} needs a strategy that knows experts.\n"
@@ -132,8 +132,12 @@ class MoELightningModule(LightningModule):
                 f"{type(self).__name__}.build_model() returned a {type(model).__name__}, but it must return a "
                 "lightning_moe MoEModel."
             )
-        model.to_empty(device=device)
-        model.init_weights(torch.initial_seed())
+        strategy = self._trainer.strategy if self._trainer is not None else None
+        if _distributes(strategy):
+            self.sum_over_data_ranks = strategy.assemble(model, torch.initial_seed())
+        else:
+            model.to_empty(device=device)
+            model.init_weights(torch.initial_seed())
         outside = [name for name, _ in self.named_parameters()]
         if outside:
             raise ValueError(
@@ -207,7 +211,7 @@ class MoELightningModule(LightningModule):
         num_tokens = self.sum_over_data_ranks(step.sums["num_tokens"])
         # Lightning has divided each micro-batch by accumulate_grad_batches, however many the window really has.
         scale = self.trainer.accumulate_grad_batches / num_tokens.clamp(min=1).to(step.sums["loss"].dtype)
-        norm = scale_and_clip(self.built_model.parameters(), scale, clip_norm)
+        norm = scale_and_clip(self.built_model.parameters(), scale, clip_norm, self.sum_over_data_ranks)
         if gradient_clip_algorithm == "value" and gradient_clip_val is not None:
             torch.nn.utils.clip_grad_value_(self.built_model.parameters(), gradient_clip_val)
         finite = torch.isfinite(norm)
@@ -387,6 +391,10 @@ def _model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
             "document_ids, position_ids and valid (False for padding)."
         )
     return batch
+
+
+def _distributes(strategy: Any) -> bool:
+    return callable(getattr(strategy, "assemble", None))
 
 
 def _on_one_device(tensor: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def count_routed(indices_BSK: Tensor, n_routed_experts: int) -> Tensor:
     """
     batch = indices_BSK.shape[0]
     # A column more than there are experts takes the -1.
-    columns = indices_BSK.reshape(batch, -1) % (n_routed_experts + 1)
+    columns = indices_BSK.flatten(1) % (n_routed_experts + 1)
     counts = torch.zeros(batch, n_routed_experts + 1, dtype=torch.int64, device=indices_BSK.device)
     counts.scatter_add_(1, columns, torch.ones_like(columns))
     return counts[:, :n_routed_experts]
@@ -93,7 +93,7 @@ def sequence_balance_loss(
         0, (segments_T[:, None] * (experts + 1) + columns_TK).flatten(), torch.ones_like(columns_TK).flatten()
     )
     counts_ZE = counts_ZE[:, :experts]
-    lengths_Z = (counts_ZE.sum(dim=-1) / top_k).clamp(min=1)
+    lengths_Z = (counts_ZE.sum(dim=-1).to(scores_BSE.dtype) / top_k).clamp(min=1)
     frequency_TE = (counts_ZE / lengths_Z[:, None])[segments_T]
     return (frequency_TE * shares_BSE.flatten(0, 1)).sum() * (experts / top_k)
 

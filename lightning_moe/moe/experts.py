@@ -66,6 +66,19 @@ class GroupedExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, moe_intermediate_size))
         self.reset_parameters()
 
+    def keep_slice(self, index: int, slices: int) -> None:
+        """Keeps one of several equal slices of the experts, without their values.
+
+        Args:
+            index: Which slice.
+            slices: How many there are; they divide the experts.
+        """
+        kept = self.num_experts // slices
+        self.first_expert += index * kept
+        self.num_experts = kept
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            setattr(self, name, nn.Parameter(torch.empty_like(parameter[:kept])))
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws each expert from N(0, ``initializer_range``) with a generator of its own, seeded by its global id."""
@@ -89,5 +102,12 @@ class GroupedExperts(nn.Module):
             rows_RD: Rows, ordered by expert.
             offsets_e: End of each expert's rows, int32; the last one is R.
         """
-        gate_up = self.grouped_mm(rows_RD, self.gate_up_proj.transpose(1, 2), offsets_e)
-        return self.grouped_mm(swiglu(gate_up), self.down_proj.transpose(1, 2), offsets_e)
+        gate_up_proj, down_proj = (_here(w).to(rows_RD.dtype) for w in (self.gate_up_proj, self.down_proj))
+        gate_up = self.grouped_mm(rows_RD, gate_up_proj.transpose(1, 2), offsets_e)
+        return self.grouped_mm(swiglu(gate_up), down_proj.transpose(1, 2), offsets_e)
+
+
+def _here(weight: Tensor) -> Tensor:
+    """The part of a weight that this process holds: all of it, unless a strategy has spread the experts."""
+    to_local = getattr(weight, "to_local", None)
+    return weight if to_local is None else to_local()

@@ -95,6 +95,4 @@ def _check_hyperparameters(lr: float, betas: tuple[float, float], eps: float, we
     if not 0.0 <= eps < float("inf"):
         raise ValueError(f"AdamW eps={eps!r}: must be a finite number of at least 0, for example 1e-8.")
     if not 0.0 <= weight_decay < float("inf"):
-        raise ValueError(
-            f"AdamW weight_decay={weight_decay!r}: must be a finite number of at least 0, for example 0.1."
-        )
+        raise ValueError(f"AdamW weight_decay={weight_decay!r}: must be a finite number of at least 0, such as 0.1.")

@@ -1,33 +1,66 @@
 """What happens to the gradients once per optimizer step: scale, norm, clip, and the decision to skip."""
 
-from collections.abc import Iterable
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 
 @torch.no_grad()
-def scale_and_clip(parameters: Iterable[nn.Parameter], scale: Tensor, max_norm: float | None) -> Tensor:
-    """Scales all gradients and clips their global norm, in one pass over them.
+def scale_and_clip(
+    parameters: Iterable[nn.Parameter],
+    scale: Tensor,
+    max_norm: float | None,
+    sum_over_ranks: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Scales all gradients and clips their one global norm, in one pass over them.
+
+    The norm is that of the whole gradient, over all meshes that parameters are sharded on, and equal on all ranks.
 
     Args:
         parameters: Parameters; those without a gradient are left out.
         scale: Factor on the gradients, a scalar.
         max_norm: Largest norm after scaling; ``None`` for no clipping.
+        sum_over_ranks: Sums a tensor over all processes.
 
     Returns:
         The norm of the scaled gradients before clipping, a scalar; 0 when there are no gradients.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
-    if not grads:
-        return torch.zeros_like(scale)
-    norm = torch.nn.utils.get_total_norm(grads).to(scale.dtype) * scale
+    norm = sum_over_ranks(_squared_norm_here(grads, scale)).sqrt() * scale
     factor = scale
     if max_norm is not None:
         factor = scale * (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(grads, factor)
+    if grads:
+        torch._foreach_mul_([_local(grad) for grad in grads], factor)
     return norm
+
+
+def _squared_norm_here(grads: list[Tensor], like: Tensor) -> Tensor:
+    """This rank's share of the squared norm: an element that several ranks hold counts for a part in each."""
+    by_copies: dict[int, list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        by_copies[_copies(grad)].append(_local(grad))
+    squared = torch.zeros_like(like)
+    for copies, local in by_copies.items():
+        norms = torch.stack(torch._foreach_norm(local))
+        squared += norms.to(squared.dtype).square().sum() / copies
+    return squared
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _copies(grad: Tensor) -> int:
+    if not isinstance(grad, DTensor):
+        return 1
+    sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)
+    return math.prod(size for size, placement in sizes if isinstance(placement, Replicate))
 
 
 def skip_step_unless(finite: Tensor, optimizer: Optimizer) -> None:
@@ -37,7 +70,7 @@ def skip_step_unless(finite: Tensor, optimizer: Optimizer) -> None:
     are dropped, which makes the step of every optimizer of PyTorch leave weights and moments as they are.
 
     Args:
-        finite: A scalar bool tensor.
+        finite: A scalar bool tensor, equal on all ranks.
         optimizer: The optimizer.
     """
     if all(group.get("fused") for group in optimizer.param_groups):

@@ -157,6 +157,10 @@ class DeepSeekV3Config:
         for name in positive.split():
             if not getattr(self, name) > 0:
                 self._fail(name, "must be positive", defaults[name])
+        for name in ("hidden_size", "moe_intermediate_size"):
+            if getattr(self, name) % 8:
+                works = -(-getattr(self, name) // 8) * 8
+                self._fail(name, "must be a multiple of 8, as the experts' grouped multiplication needs", works)
         for name in ("num_nextn_predict_layers", "n_shared_experts", "first_k_dense_replace"):
             if getattr(self, name) < 0:
                 self._fail(name, "must not be negative", defaults[name])

@@ -1,0 +1,173 @@
+"""Dispatch over an expert-parallel group through all-to-all collectives (NCCL or gloo).
+
+A token is sent once to each rank that holds any of its experts, not once for each expert, and comes back from each as
+one row that is already summed over the experts there, as DeepEP does.
+
+Shapes: ``T`` tokens of this rank, ``D`` hidden size, ``K`` experts per token, ``W`` ranks of the group, ``N`` tokens
+sent by this rank, ``M`` tokens received by this rank.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_moe.dispatch.base import Dispatched, TokenDispatcher
+from lightning_moe.dispatch.permute import RowPlan, permute, plan_rows, sum_rows, unpermute
+from lightning_moe.moe.router import RoutingPlan
+
+
+class _Exchange(NamedTuple):
+    """Who sends which token where.
+
+    Args:
+        token_of_sent_N: Token of each sent row, ordered by destination rank, int64.
+        destination_TK: Destination rank of each choice, int64; W for a choice that goes nowhere.
+        row_of_choice_TK: Row that carries the token to the rank of a choice, int64; N for a choice that goes nowhere.
+        row_once_TK: The same, but each row of a token stands once: N where an earlier choice has the same row.
+        send_splits: Rows sent to each rank.
+        receive_splits: Rows received from each rank.
+    """
+
+    token_of_sent_N: Tensor
+    destination_TK: Tensor
+    row_of_choice_TK: Tensor
+    row_once_TK: Tensor
+    send_splits: list[int]
+    receive_splits: list[int]
+
+
+class _State(NamedTuple):
+    exchange: _Exchange
+    rows: RowPlan
+
+
+class AllToAllDispatcher(TokenDispatcher):
+    """Exchanges tokens within an expert-parallel group; rank r holds experts ``r * e`` to ``(r + 1) * e - 1``.
+
+    The host waits for the device once in each dispatch, for the number of rows that travel between each pair of ranks.
+    Every rank of the group takes part in every dispatch and combine, also without tokens.
+
+    Args:
+        num_experts: Experts ``E`` of the layer, a multiple of the group's size.
+        group: The expert-parallel group.
+        alignment: Rows to whose multiple each expert's group is padded.
+    """
+
+    def __init__(self, num_experts: int, group: dist.ProcessGroup, alignment: int = 1) -> None:
+        super().__init__(num_experts, alignment)
+        self.group = group
+        self.group_size = dist.get_world_size(group)
+        if num_experts % self.group_size:
+            raise ValueError(
+                f"n_routed_experts is {num_experts}, but it must be a multiple of expert_parallel_size "
+                f"({self.group_size})."
+            )
+        self.num_local_experts = num_experts // self.group_size
+
+    def dispatch(self, x_TD: Tensor, plan: RoutingPlan) -> Dispatched:
+        """Sends each token to the ranks of its experts and orders what arrives by local expert."""
+        exchange = self._plan_exchange(plan.indices_TK)
+        # The sender tells local expert ids, so that a receiver reads -1 for choices of other ranks.
+        sent_choices_NK = plan.indices_TK[exchange.token_of_sent_N]
+        rank_of_sent_N1 = _repeat_ranks(exchange, x_TD.device)
+        here_NK = (exchange.destination_TK[exchange.token_of_sent_N]) == rank_of_sent_N1
+        local_ids_NK = (sent_choices_NK % self.num_local_experts).where(here_NK, -1)
+        local_ids_MK = _all_to_all(
+            local_ids_NK.to(torch.int32), exchange.send_splits, exchange.receive_splits, self.group
+        ).to(torch.int64)
+        x_MD, weights_MK = _SendTokens.apply(x_TD, plan.weights_TK, here_NK, exchange, self.group)
+        rows = plan_rows(local_ids_MK, self.num_local_experts, self.alignment)
+        rows_RD, weights_R = permute(x_MD, weights_MK, rows)
+        return Dispatched(rows_RD, weights_R, rows.offsets_E, _State(exchange, rows))
+
+    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
+        """Sums each token's weighted rows here, sends them home, and sums what each token gets back."""
+        state: _State = dispatched.state
+        partial_MD = unpermute(y_RD, dispatched.weights_R, state.rows)
+        return _ReturnTokens.apply(partial_MD, state.exchange, self.group)
+
+    @torch.no_grad()
+    def _plan_exchange(self, indices_TK: Tensor) -> _Exchange:
+        tokens, device = indices_TK.shape[0], indices_TK.device
+        # A choice of -1 has the rank past the last one.
+        destination_TK = torch.where(indices_TK >= 0, indices_TK // self.num_local_experts, self.group_size)
+        goes_TW = torch.zeros(tokens, self.group_size + 1, dtype=torch.bool, device=device)
+        goes_TW.scatter_(1, destination_TK, True)
+        goes_WT = goes_TW[:, : self.group_size].T
+        send_counts_W = goes_WT.sum(dim=1)
+        receive_counts_W = torch.empty_like(send_counts_W)
+        dist.all_to_all_single(receive_counts_W, send_counts_W, group=self.group)
+        # The one place where the host waits: buffers cannot be sized otherwise.
+        send_splits, receive_splits = torch.stack((send_counts_W, receive_counts_W)).tolist()
+        sent = sum(send_splits)
+        # Rows that travel come first, ordered by rank and then by token.
+        position_N = (~goes_WT.flatten()).to(torch.uint8).sort(stable=True).indices[:sent]
+        row_WT = torch.full(((self.group_size + 1) * tokens,), sent, dtype=torch.int64, device=device)
+        row_WT[position_N] = torch.arange(sent, device=device)
+        row_of_choice_TK = row_WT.view(self.group_size + 1, tokens).T.gather(1, destination_TK)
+        same_TKK = destination_TK[:, :, None] == destination_TK[:, None, :]
+        repeated_TK = same_TKK.tril(diagonal=-1).any(dim=2)
+        return _Exchange(
+            token_of_sent_N=position_N % max(tokens, 1),
+            destination_TK=destination_TK,
+            row_of_choice_TK=row_of_choice_TK,
+            row_once_TK=row_of_choice_TK.masked_fill(repeated_TK, sent),
+            send_splits=send_splits,
+            receive_splits=receive_splits,
+        )
+
+
+def _repeat_ranks(exchange: _Exchange, device: torch.device) -> Tensor:
+    counts = torch.tensor(exchange.send_splits, device=device)
+    ranks = torch.arange(len(exchange.send_splits), device=device)
+    return ranks.repeat_interleave(counts, output_size=exchange.token_of_sent_N.numel())[:, None]
+
+
+def _all_to_all(rows: Tensor, send_splits: list[int], receive_splits: list[int], group: dist.ProcessGroup) -> Tensor:
+    received = rows.new_empty(sum(receive_splits), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), receive_splits, send_splits, group=group)
+    return received
+
+
+class _SendTokens(torch.autograd.Function):
+    """Tokens and routing weights to the ranks of their experts; the gradients come back the same way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, weights_TK: Tensor, here_NK: Tensor, exchange: _Exchange, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
+        ctx.exchange, ctx.group = exchange, group
+        send, receive = exchange.send_splits, exchange.receive_splits
+        token_of_sent_N = exchange.token_of_sent_N
+        x_MD = _all_to_all(x_TD.index_select(0, token_of_sent_N), send, receive, group)
+        sent_weights_NK = weights_TK.index_select(0, token_of_sent_N).where(here_NK, 0.0)
+        return x_MD, _all_to_all(sent_weights_NK, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        exchange: _Exchange = ctx.exchange
+        send, receive = exchange.send_splits, exchange.receive_splits
+        grad_x_ND = _all_to_all(grads[0], receive, send, ctx.group)
+        grad_weights_NK = _all_to_all(grads[1], receive, send, ctx.group)
+        grad_x_TD = sum_rows(grad_x_ND, exchange.row_once_TK, padded=True)
+        # Each choice went to one rank: read its gradient from the row that went there.
+        padded_NK = torch.cat([grad_weights_NK, grad_weights_NK.new_zeros(1, grad_weights_NK.shape[1])])
+        return grad_x_TD, padded_NK.gather(0, exchange.row_of_choice_TK), None, None, None
+
+
+class _ReturnTokens(torch.autograd.Function):
+    """Rows back to the ranks of their tokens, summed there."""
+
+    @staticmethod
+    def forward(ctx: Any, partial_MD: Tensor, exchange: _Exchange, group: dist.ProcessGroup) -> Tensor:
+        ctx.exchange, ctx.group = exchange, group
+        back_ND = _all_to_all(partial_MD, exchange.receive_splits, exchange.send_splits, group)
+        return sum_rows(back_ND, exchange.row_once_TK, padded=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        exchange: _Exchange = ctx.exchange
+        grad_ND = grads[0].index_select(0, exchange.token_of_sent_N)
+        return _all_to_all(grad_ND, exchange.send_splits, exchange.receive_splits, ctx.group), None, None

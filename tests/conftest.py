@@ -1,0 +1,39 @@
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+# About Lightning's own calls of jsonargparse
+os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+
+# Written by `seed_everything` and the launchers; a later test would take them for the user's own
+_LIGHTNING_VARIABLES = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _limit_threads() -> None:
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _restore_environment() -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in _LIGHTNING_VARIABLES}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@pytest.fixture(autouse=True)
+def _hide_arguments_of_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    # LightningCLI warns when it is given arguments while the process has some of its own
+    monkeypatch.setattr(sys, "argv", ["lightning-moe"])
