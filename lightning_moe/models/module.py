@@ -1,9 +1,11 @@
 """The LightningModule that MoE language models are trained with; users subclass it for models of their own."""
 
+import tempfile
 import time
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from lightning_moe.models.step_sums import StepSums
 from lightning_moe.moe.balance import Balancing, update_selection_bias
 from lightning_moe.optim.adamw import AdamW
 from lightning_moe.optim.schedules import ResolvedTokenSchedule, TokenSchedule, check_token_value, value_at
+from lightning_moe.strategies.checkpointing import is_checkpoint_directory, read_whole
 from lightning_moe.strategies.gradients import scale_and_clip, skip_step_unless
 
 
@@ -364,6 +367,23 @@ class MoELightningModule(LightningModule):
             self.log(name, value, prog_bar=name.endswith("/loss"), batch_size=1)
 
     # Checkpoints
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Builds the module of a checkpoint in one process, from a file or from a directory of any layout.
+
+        Args:
+            checkpoint_path: The file or directory.
+            *args: As for ``LightningModule.load_from_checkpoint``.
+            **kwargs: As for ``LightningModule.load_from_checkpoint``; ``weights_only`` is True unless given.
+        """
+        kwargs.setdefault("weights_only", True)
+        if not isinstance(checkpoint_path, (str, Path)) or not is_checkpoint_directory(checkpoint_path):
+            return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "whole.ckpt"
+            torch.save(read_whole(Path(checkpoint_path)), file)
+            return super().load_from_checkpoint(file, *args, **kwargs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Saves the number of tokens seen."""

@@ -3,16 +3,20 @@
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_moe.models.base import MoEModel
+from lightning_moe.strategies.checkpointing import load_directory, load_file, save_directory
 from lightning_moe.strategies.mesh import Layout, MoEMesh, resolve_layout
 from lightning_moe.strategies.sharding import shard_model
 
@@ -56,6 +60,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self.reshard_after_forward = reshard_after_forward
         self.compute_dtype = compute_dtype
         self.reduce_every_micro_batch = reduce_every_micro_batch
+        self.layout = Layout(1, 1, 1)
         self.mesh: MoEMesh | None = None
 
     @override
@@ -64,9 +69,11 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         # The base class would make a mesh of its own.
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
-        layout = self._resolve_layout()
+        self.layout = self._resolve_layout()
+        if self.layout.world_size == 1:
+            return  # one process needs no group
         self._setup_distributed()
-        self.mesh = MoEMesh(layout, self.root_device.type)
+        self.mesh = MoEMesh(self.layout, self.root_device.type)
         self._device_mesh = self.mesh.dense
 
     def _resolve_layout(self) -> Layout:
@@ -84,20 +91,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             data_parallel_shard_size=self.data_parallel_shard_size,
         )
 
-    @property
-    def moe_mesh(self) -> MoEMesh:
-        """The meshes.
-
-        Raises:
-            RuntimeError: The processes have not been set up yet.
-        """
-        if self.mesh is None:
-            raise RuntimeError(f"{type(self).__name__} has no mesh before the Trainer has set up its processes.")
-        return self.mesh
-
     def describe(self) -> str:
         """The layout in one line, for the table at the start of a run."""
-        return str(self.moe_mesh.layout)
+        return str(self.layout)
 
     @property
     @override
@@ -115,15 +111,19 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         Returns:
             A function that sums a tensor over all processes that read data.
         """
+        if self.mesh is None:
+            model.to_empty(device=self.root_device)
+            model.init_weights(seed)
+            return _identity
         shard_model(
             model,
-            self.moe_mesh,
+            self.mesh,
             self.root_device,
             seed,
             compute_dtype=self._resolve_compute_dtype(),
             reshard_after_forward=self.reshard_after_forward,
         )
-        return self.moe_mesh.sum_over_data_ranks
+        return self.mesh.sum_over_data_ranks
 
     def _resolve_compute_dtype(self) -> torch.dtype | None:
         if self.compute_dtype == "auto":
@@ -145,3 +145,62 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         finally:
             for module in sharded:
                 module.set_requires_gradient_sync(True, recurse=False)
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        """Makes the optimizers; the model has been spread by :meth:`assemble` before."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self.model_to_device()
+        self.barrier()
+        # FSDP2 cannot train parameters that it has gathered in inference mode.
+        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            loop.inference_mode = False
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Weights and buffers by qualified name, sharded as they are."""
+        assert self.lightning_module is not None
+        return self.lightning_module.state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing here: :meth:`save_checkpoint` writes the states by the parameters' names."""
+        return {}
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Writes a checkpoint directory that loads under any layout; see :mod:`lightning_moe.strategies.checkpointing`.
+
+        Raises:
+            TypeError: Storage options were given, which are not used.
+        """
+        if storage_options is not None:
+            raise TypeError(f"{type(self).__name__} writes directories itself and takes no storage_options.")
+        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        with_optimizers = self._named_optimizers() if "optimizer_states" in checkpoint else []
+        save_directory(Path(self.broadcast(filepath)), checkpoint["state_dict"], with_optimizers, rest, self.barrier)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint directory of any layout, or a single file of Lightning, always with ``weights_only``."""
+        assert self.lightning_module is not None
+        path = Path(self.broadcast(checkpoint_path))
+        load = load_directory if path.is_dir() else load_file
+        return load(
+            path,
+            self.lightning_module.state_dict(),
+            self._named_optimizers(),
+            strict=self.lightning_module.strict_loading,
+        )
+
+    def _named_optimizers(self) -> list[tuple[nn.Module, Optimizer]]:
+        assert self.lightning_module is not None
+        return [(self.lightning_module, optimizer) for optimizer in self.optimizers]
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,109 @@
+"""Checkpoint directories load under any layout, optimizer states included, and are whole or not there."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_moe import DeepSeekV3
+from lightning_moe.strategies.checkpointing import SafeReader, is_checkpoint_directory
+from tests.models.test_module import CONFIG
+from tests.strategies import processes
+from tests.strategies.training import adamw, train
+
+
+def moments(trainer: Any, model: DeepSeekV3) -> dict[str, torch.Tensor]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    state = trainer.optimizers[0].state
+    return processes.whole(
+        {f"{names[p]}.{key}": value for p, values in state.items() for key, value in values.items()}
+    )
+
+
+def train_and_save(world_size: int, layout: dict[str, Any] | None, folder: Path, name: str, resume: str | None) -> None:
+    ckpt_path = None if resume is None else folder / resume
+    steps = 2 if resume is None else 4
+    trainer, model, norms = train(world_size, layout, optimizer=adamw, steps=steps, ckpt_path=ckpt_path)
+    trainer.save_checkpoint(folder / name)
+    processes.save(
+        folder / f"{name}.pt", (processes.whole(model.state_dict()), moments(trainer, model), norms, model.tokens_seen)
+    )
+
+
+def straight(folder: Path) -> None:
+    trainer, model, norms = train(1, None, optimizer=adamw, steps=4)
+    processes.save(folder / "straight.pt", (processes.whole(model.state_dict()), moments(trainer, model), norms))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps with expert-parallel size 2, and four straight ones of one process."""
+    folder = tmp_path_factory.mktemp("saved")
+    processes.run(1, straight, folder)
+    processes.run(2, train_and_save, 2, {"expert_parallel_size": 2}, folder, "ep2", None)
+    processes.run(1, train_and_save, 1, None, folder, "auto", None)
+    return folder
+
+
+def test_a_directory_holds_all_experts_and_their_moments(saved: Path) -> None:
+    assert is_checkpoint_directory(saved / "ep2")
+    assert not (saved / "ep2.tmp").exists()
+    stored = SafeReader(saved / "ep2").read_metadata().state_dict_metadata
+    experts = CONFIG.n_routed_experts
+    name = "model.layers.1.mlp.experts.down_proj"
+    for key in (f"state_dict.{name}", f"optimizer_0.{name}.exp_avg", f"optimizer_0.{name}.exp_avg_sq"):
+        assert stored[key].size[0] == experts
+
+
+@pytest.mark.parametrize(
+    ("resume", "world_size", "layout"),
+    [
+        ("ep2", 2, {"expert_parallel_size": 2}),
+        ("ep2", 2, {"expert_parallel_size": 1}),
+        ("ep2", 4, {"expert_parallel_size": 4}),
+        ("ep2", 4, {"expert_parallel_size": 2}),
+        ("ep2", 1, {}),
+        ("auto", 2, {"expert_parallel_size": 2}),
+        ("auto", 1, {}),
+    ],
+)
+def test_two_and_two_steps_under_another_layout_are_four(
+    saved: Path, resume: str, world_size: int, layout: dict[str, Any]
+) -> None:
+    name = f"{resume}-{world_size}-{layout.get('expert_parallel_size', 0)}"
+    processes.run(world_size, train_and_save, world_size, layout, saved, name, resume)
+    expected, expected_moments, expected_norms = torch.load(saved / "straight.pt")
+    weights, states, norms, tokens_seen = torch.load(saved / f"{name}.pt")
+    assert norms == pytest.approx(expected_norms[2:], rel=1e-8)
+    for key, value in expected.items():
+        torch.testing.assert_close(weights[key], value, rtol=0, atol=1e-8, msg=key)
+    assert states.keys() == expected_moments.keys()
+    for key, value in expected_moments.items():
+        torch.testing.assert_close(states[key], value, rtol=1e-6, atol=1e-10, msg=key)
+    assert tokens_seen == 4 * 8 * 16
+
+
+def test_load_from_checkpoint_reads_a_directory_in_one_process(saved: Path) -> None:
+    weights, _, _, tokens_seen = torch.load(saved / "ep2.pt")
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = DeepSeekV3.load_from_checkpoint(saved / "ep2")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert module.tokens_seen == tokens_seen
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (print, ("executed",))
+
+
+def test_an_index_with_foreign_classes_is_not_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ValueError, match=r"builtins.print.*not loaded"):
+        SafeReader(tmp_path).read_metadata()
+    assert "executed" not in capsys.readouterr().out
