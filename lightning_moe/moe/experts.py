@@ -103,6 +103,10 @@ class GroupedExperts(nn.Module):
             offsets_e: End of each expert's rows, int32; the last one is R.
         """
         gate_up_proj, down_proj = (_here(w).to(rows_RD.dtype) for w in (self.gate_up_proj, self.down_proj))
+        return self.compute(rows_RD, gate_up_proj, down_proj, offsets_e)
+
+    def compute(self, rows_RD: Tensor, gate_up_proj: Tensor, down_proj: Tensor, offsets_e: Tensor) -> Tensor:
+        """The region of expert computation, on plain tensors."""
         gate_up = self.grouped_mm(rows_RD, gate_up_proj.transpose(1, 2), offsets_e)
         return self.grouped_mm(swiglu(gate_up), down_proj.transpose(1, 2), offsets_e)
 

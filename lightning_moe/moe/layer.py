@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_moe.dispatch.base import TokenDispatcher
 from lightning_moe.moe.balance import count_routed, sequence_balance_loss
 from lightning_moe.moe.experts import GroupedExperts
-from lightning_moe.moe.router import Router
+from lightning_moe.moe.router import Router, RoutingPlan
 
 
 class RouterStats(NamedTuple):
@@ -70,9 +70,7 @@ class MoELayer(nn.Module):
         batch, sequence, _ = x_BSD.shape
         x_TD = x_BSD.flatten(0, 1)
         plan = self.router(x_TD, None if valid_BS is None else valid_BS.flatten())
-        dispatched = self.dispatcher.dispatch(x_TD, plan)
-        routed_TD = self.dispatcher.combine(self.experts(dispatched.rows_RD, dispatched.offsets_e), dispatched)
-        y_BSD = routed_TD.view_as(x_BSD)
+        y_BSD = self.apply_experts(x_TD, plan).view_as(x_BSD)
         if self.shared_experts is not None:
             y_BSD = y_BSD + self.shared_experts(x_BSD)
 
@@ -87,3 +85,8 @@ class MoELayer(nn.Module):
                 document_ids_BS=document_ids_BS,
             )
         return y_BSD, RouterStats(counts_BE.sum(dim=0), balance_sum)
+
+    def apply_experts(self, x_TD: Tensor, plan: RoutingPlan) -> Tensor:
+        """The region behind the router: dispatch, expert computation, combine."""
+        dispatched = self.dispatcher.dispatch(x_TD, plan)
+        return self.dispatcher.combine(self.experts(dispatched.rows_RD, dispatched.offsets_e), dispatched)

@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_moe.models.base import MoEModel
 from lightning_moe.strategies.checkpointing import load_directory, load_file, save_directory
 from lightning_moe.strategies.mesh import Layout, MoEMesh, resolve_layout
+from lightning_moe.strategies.regions import apply_to_regions
 from lightning_moe.strategies.sharding import shard_model
 
 
@@ -32,6 +33,10 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         data_parallel_replicate_size: Copies of the (sharded) model.
         data_parallel_shard_size: Processes that dense parameters are sharded over; ``"auto"`` takes all of a copy.
         reshard_after_forward: Whether gathered parameters of a block are released between forward and backward.
+        activation_checkpointing: ``"none"``; ``"selective"`` recomputes attention, expert computation and
+            feed-forwards in backward, but neither routes nor sends tokens again; ``"full"`` also dispatches once more.
+        compile: Whether to compile the same regions with ``torch.compile``.
+        dispatcher: ``"all_to_all"``, or ``"auto"`` for the fastest that runs here.
         compute_dtype: ``"auto"`` computes in bfloat16 over float32 master weights on CUDA and in the parameters' own
             dtype on CPU; ``"float32"`` is full float32 anywhere.
         reduce_every_micro_batch: Whether gradients are reduced after each micro-batch. Without, they are reduced once
@@ -48,6 +53,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         data_parallel_replicate_size: int = 1,
         data_parallel_shard_size: int | Literal["auto"] = "auto",
         reshard_after_forward: bool = True,
+        activation_checkpointing: Literal["none", "selective", "full"] = "none",
+        compile: bool = False,  # noqa: A002 - the name that torch has for it
+        dispatcher: Literal["auto", "all_to_all"] = "auto",
         compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         reduce_every_micro_batch: bool = True,
         process_group_backend: str | None = None,
@@ -58,6 +66,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self.data_parallel_replicate_size = data_parallel_replicate_size
         self.data_parallel_shard_size = data_parallel_shard_size
         self.reshard_after_forward = reshard_after_forward
+        self.activation_checkpointing = activation_checkpointing
+        self.compile = compile
+        self.dispatcher = dispatcher
         self.compute_dtype = compute_dtype
         self.reduce_every_micro_batch = reduce_every_micro_batch
         self.layout = Layout(1, 1, 1)
@@ -111,6 +122,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         Returns:
             A function that sums a tensor over all processes that read data.
         """
+        apply_to_regions(model, self.activation_checkpointing, self.compile)
         if self.mesh is None:
             model.to_empty(device=self.root_device)
             model.init_weights(seed)

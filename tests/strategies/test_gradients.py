@@ -10,11 +10,13 @@ from tests.strategies import processes
 from tests.strategies.training import train_and_keep
 
 LAYOUTS: dict[int, list[dict[str, Any] | None]] = {
-    1: [{}],
+    1: [{}, {"activation_checkpointing": "selective"}, {"activation_checkpointing": "full"}],
     2: [
         {"expert_parallel_size": 1},
         {"expert_parallel_size": 2},
         {"expert_parallel_size": 2, "reduce_every_micro_batch": False},
+        {"expert_parallel_size": 2, "activation_checkpointing": "selective"},
+        {"expert_parallel_size": 2, "activation_checkpointing": "full"},
     ],
     4: [
         {"expert_parallel_size": 1},

@@ -80,9 +80,13 @@ class Block(nn.Module):
         Returns:
             The new hidden states, and the statistics of the routing, ``None`` for a dense block.
         """
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotation, mask)
-        normed = self.post_attention_layernorm(x_BSD)
+        x_BSD, normed_BSD = self.attend(x_BSD, rotation, mask)
         if not isinstance(self.mlp, MoELayer):
-            return x_BSD + self.mlp(normed), None
-        y_BSD, stats = self.mlp(normed, valid_BS, document_ids_BS=document_ids_BS, balance=balance)
+            return x_BSD + self.mlp(normed_BSD), None
+        y_BSD, stats = self.mlp(normed_BSD, valid_BS, document_ids_BS=document_ids_BS, balance=balance)
         return x_BSD + y_BSD, stats
+
+    def attend(self, x_BSD: Tensor, rotation: Rotation, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The attention region: returns the residual stream after attention, and its norm for the feed-forward."""
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotation, mask)
+        return x_BSD, self.post_attention_layernorm(x_BSD)
