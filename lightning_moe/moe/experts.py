@@ -1,38 +1,13 @@
-"""The routed experts of a MoE layer, and the seam that multiplies them.
+"""The routed experts of a MoE layer.
 
 Shapes: ``R`` routed rows on this rank (expert-major), ``D`` hidden size, ``F`` expert width, ``e`` local experts.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_moe.moe.feed_forward import swiglu
-
-
-def grouped_mm(a_RK: Tensor, b_eKN: Tensor, offsets_e: Tensor) -> Tensor:
-    """Multiplies each group of rows by the matrix of its expert.
-
-    Args:
-        a_RK: Rows, ordered by expert.
-        b_eKN: One matrix per expert.
-        offsets_e: End of each expert's rows, int32; the last one is R. Groups may be empty.
-
-    Returns:
-        The products ``(R, N)``.
-    """
-    if a_RK.dtype == torch.float64:  # no library kernel takes float64; only tests need it
-        ends = offsets_e.tolist()
-        starts = [0, *ends[:-1]]
-        return torch.cat([a_RK[s:t] @ b for s, t, b in zip(starts, ends, b_eKN.unbind(), strict=True)])
-    if torch.is_autocast_enabled(a_RK.device.type):  # autocast does not know this operator
-        dtype = torch.get_autocast_dtype(a_RK.device.type)
-        a_RK, b_eKN = a_RK.to(dtype), b_eKN.to(dtype)
-    return _library_grouped_mm(a_RK, b_eKN, offs=offsets_e)
-
-
-# Public since torch 2.12 or so; the same operator has stood under the private name before.
-_library_grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
+from lightning_moe.moe.grouped_mm import grouped_mm
 
 
 class GroupedExperts(nn.Module):
