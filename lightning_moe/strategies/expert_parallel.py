@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_moe.models.base import MoEModel
+from lightning_moe.strategies.casting import cast_on_use
 from lightning_moe.strategies.checkpointing import load_directory, load_file, save_directory
 from lightning_moe.strategies.mesh import Layout, MoEMesh, resolve_layout
 from lightning_moe.strategies.regions import apply_to_regions
@@ -123,16 +124,19 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             A function that sums a tensor over all processes that read data.
         """
         apply_to_regions(model, self.activation_checkpointing, self.compile)
+        compute_dtype = self._resolve_compute_dtype()
         if self.mesh is None:
             model.to_empty(device=self.root_device)
             model.init_weights(seed)
+            if compute_dtype is not None:
+                cast_on_use(model, compute_dtype)
             return _identity
         shard_model(
             model,
             self.mesh,
             self.root_device,
             seed,
-            compute_dtype=self._resolve_compute_dtype(),
+            compute_dtype=compute_dtype,
             reshard_after_forward=self.reshard_after_forward,
         )
         return self.mesh.sum_over_data_ranks
