@@ -3,7 +3,7 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +130,8 @@ def init_own_weights(module: nn.Module, seed: int, name: str) -> None:
     Raises:
         TypeError: The module has no ``reset_parameters`` method.
     """
-    if not callable(getattr(module, "reset_parameters", None)):
+    reset_parameters: Any = getattr(module, "reset_parameters", None)
+    if not callable(reset_parameters):
         raise TypeError(
             f"{type(module).__name__} ({name}) owns parameters or buffers, so it must have a method "
             "reset_parameters() that gives all of them their initial values."
@@ -139,7 +140,7 @@ def init_own_weights(module: nn.Module, seed: int, name: str) -> None:
     device_type = next(iter(devices)).type if devices else "cuda"
     with torch.random.fork_rng([d.index or 0 for d in devices], device_type=device_type):
         torch.manual_seed(seed_of(seed, name))
-        module.reset_parameters()
+        reset_parameters()
 
 
 def seed_of(seed: int, name: str) -> int:

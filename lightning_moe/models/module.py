@@ -1,7 +1,6 @@
 """The LightningModule that MoE language models are trained with; users subclass it for models of their own."""
 
 import tempfile
-import time
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +14,10 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_moe.metrics import ExpertLoad, MTPAccuracy, TokenMean
+from lightning_moe.metrics import ExpertLoad, MTPAccuracy
 from lightning_moe.models.base import MoEModel, MoEModelOutput
+from lightning_moe.models.evaluation import Evaluation, load_values, mtp_values
+from lightning_moe.models.step_clock import StepClock
 from lightning_moe.models.step_sums import StepSums
 from lightning_moe.moe.balance import Balancing, update_selection_bias
 from lightning_moe.optim.adamw import AdamW
@@ -80,9 +81,7 @@ class MoELightningModule(LightningModule):
         self.balancing = Balancing(**balancing) if isinstance(balancing, dict) else balancing
         self.mtp_loss_weight = mtp_loss_weight
         self.model: MoEModel | None = None
-        self.val_expert_load: ExpertLoad | None = None
-        self.train_mtp_accuracy: MTPAccuracy | None = None
-        self.val_mtp_accuracy: MTPAccuracy | None = None
+        self.evaluation: Evaluation | None = None
         self.tokens_seen = 0
         # Sums a tensor over the processes that read different data; a strategy with several processes sets it.
         self.sum_over_data_ranks: Callable[[Tensor], Tensor] = _on_one_device
@@ -90,7 +89,7 @@ class MoELightningModule(LightningModule):
         self._resolved_schedule: ResolvedTokenSchedule | None = None
         self._configured_groups: list[dict[str, Any]] = []
         self._skipped_steps: Tensor | None = None
-        self._clock = _StepClock()
+        self._clock = StepClock()
 
     # What a subclass provides
 
@@ -135,7 +134,7 @@ class MoELightningModule(LightningModule):
                 f"{type(self).__name__}.build_model() returned a {type(model).__name__}, but it must return a "
                 "lightning_moe MoEModel."
             )
-        strategy = self._trainer.strategy if self._trainer is not None else None
+        strategy: Any = self._trainer.strategy if self._trainer is not None else None
         if _distributes(strategy):
             self.sum_over_data_ranks = strategy.assemble(model, torch.initial_seed())
         else:
@@ -148,13 +147,9 @@ class MoELightningModule(LightningModule):
                 "no strategy would shard or load. Move them into the MoEModel that build_model() returns."
             )
         self.model = model
+        shape = self.moe_shape()
         layers = len(list(model.moe_layers()))
-        self.val_expert_load = ExpertLoad(layers, self.moe_shape().n_routed_experts) if layers else None
-        depths = self.moe_shape().num_nextn_predict_layers
-        self.val_loss = TokenMean()
-        self.val_mtp_losses: Any = torch.nn.ModuleList(TokenMean() for _ in range(depths))
-        self.val_mtp_accuracy = MTPAccuracy(depths) if depths else None
-        self.train_mtp_accuracy = MTPAccuracy(depths) if depths else None
+        self.evaluation = Evaluation(shape.num_nextn_predict_layers, layers, shape.n_routed_experts)
 
     @property
     def built_model(self) -> MoEModel:
@@ -282,7 +277,7 @@ class MoELightningModule(LightningModule):
         self._step_sums = StepSums()
         if self.global_step % self._log_interval == 0:
             self._log_step(step)
-        self._clock.bookkeeping_done()
+        self._clock.resume()
 
     def _log_step(self, step: StepSums) -> None:
         sums = {
@@ -302,15 +297,18 @@ class MoELightningModule(LightningModule):
         if "mtp_losses" in sums:
             for depth, loss in enumerate((sums["mtp_losses"] / sums["mtp_num_tokens"]).unbind(), start=1):
                 values[f"train/mtp_loss_{depth}"] = loss
-        if self.train_mtp_accuracy is not None and "mtp_correct" in sums:
-            self.train_mtp_accuracy.update(sums["mtp_correct"], sums["mtp_num_tokens"], sums["mtp_accepted"])
-            values.update(_mtp_values("train", self.train_mtp_accuracy))
+        # Metrics are made anew: a step without multi-token prediction has fewer layers and depths.
+        if "mtp_correct" in sums:
+            accuracy = MTPAccuracy(sums["mtp_correct"].numel()).to(num_tokens.device)
+            accuracy.sync_on_compute = False  # summed over ranks already
+            accuracy.update(sums["mtp_correct"], sums["mtp_num_tokens"], sums["mtp_accepted"])
+            values.update(mtp_values("train", accuracy))
         if step.expert_counts:
             counts = torch.stack(step.expert_counts)
-            # Made anew, because a step without multi-token prediction has fewer layers.
             load = ExpertLoad(*counts.shape).to(counts.device)
+            load.sync_on_compute = False
             load.update(counts)
-            values.update(_load_values("train", load))
+            values.update(load_values("train", load))
         tokens_per_second = self._clock.tokens_per_second()
         if tokens_per_second is not None:
             values["train/tokens_per_second"] = tokens_per_second
@@ -322,7 +320,7 @@ class MoELightningModule(LightningModule):
         """Lets the configured optimizer options win over those of a loaded checkpoint."""
         for group, configured in zip(self.trainer.optimizers[0].param_groups, self._configured_groups, strict=True):
             group.update(configured)
-        self._clock = _StepClock(self.tokens_seen)
+        self._clock = StepClock(self.tokens_seen)
 
     def on_validation_start(self) -> None:
         """Starts the time that throughput leaves out."""
@@ -335,13 +333,8 @@ class MoELightningModule(LightningModule):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Adds a batch to the means over tokens."""
         output = self.built_model(**_model_inputs(batch), balance=False, predictions=True)
-        self.val_loss.update(output.loss, output.num_tokens)
-        for mean, loss, tokens in zip(self.val_mtp_losses, output.mtp_losses, output.mtp_num_tokens, strict=True):
-            mean.update(loss, tokens)
-        if self.val_mtp_accuracy is not None and output.mtp_correct is not None:
-            self.val_mtp_accuracy.update(output.mtp_correct, torch.stack(output.mtp_num_tokens), output.mtp_accepted)
-        if self.val_expert_load is not None and output.expert_counts:
-            self.val_expert_load.update(torch.stack(output.expert_counts))
+        if self.evaluation is not None:
+            self.evaluation.update(output)
 
     def on_validation_epoch_end(self) -> None:
         """Logs the means over all tokens of the validation set."""
@@ -354,15 +347,7 @@ class MoELightningModule(LightningModule):
         self._log_evaluation("test")
 
     def _log_evaluation(self, stage: str) -> None:
-        values = {f"{stage}/loss": self.val_loss.compute()}
-        self.val_loss.reset()
-        for depth, mean in enumerate(self.val_mtp_losses, start=1):
-            values[f"{stage}/mtp_loss_{depth}"] = mean.compute()
-            mean.reset()
-        if self.val_mtp_accuracy is not None:
-            values.update(_mtp_values(stage, self.val_mtp_accuracy))
-        if self.val_expert_load is not None:
-            values.update(_load_values(stage, self.val_expert_load))
+        values = self.evaluation.compute(stage) if self.evaluation is not None else {}
         for name, value in values.items():
             self.log(name, value, prog_bar=name.endswith("/loss"), batch_size=1)
 
@@ -419,49 +404,3 @@ def _distributes(strategy: Any) -> bool:
 
 def _on_one_device(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _mtp_values(stage: str, metric: MTPAccuracy) -> dict[str, Tensor]:
-    computed = metric.compute()
-    metric.reset()
-    return {
-        f"{stage}/mtp_{name}_{depth}": value
-        for name, values in computed.items()
-        for depth, value in enumerate(values.reshape(-1).unbind(), start=1)
-    }
-
-
-def _load_values(stage: str, metric: ExpertLoad) -> dict[str, Tensor]:
-    computed = metric.compute()
-    metric.reset()
-    return {f"{stage}/expert_load_{name}": value for name, value in computed.items()}
-
-
-class _StepClock:
-    """Tokens per second between two readings, without validation and without what callbacks do after a step."""
-
-    def __init__(self, tokens_seen: int = 0) -> None:
-        self._tokens_read = self._tokens = tokens_seen
-        self._seconds = 0.0
-        self._since: float | None = time.perf_counter()
-
-    def pause(self) -> None:
-        if self._since is not None:
-            self._seconds += time.perf_counter() - self._since
-            self._since = None
-
-    def resume(self) -> None:
-        if self._since is None:
-            self._since = time.perf_counter()
-
-    def step_done(self, tokens_seen: int) -> None:
-        self._tokens = tokens_seen
-        self.pause()
-
-    def bookkeeping_done(self) -> None:
-        self.resume()
-
-    def tokens_per_second(self) -> float | None:
-        tokens, seconds = self._tokens - self._tokens_read, self._seconds
-        self._tokens_read, self._seconds = self._tokens, 0.0
-        return tokens / seconds if seconds > 0 else None

@@ -27,6 +27,7 @@ def test_forward_is_that_of_the_cast_model_and_gradients_reach_the_masters() -> 
         (result.loss + result.mtp_losses[0]).backward()
     for (name, parameter), reference in zip(model.named_parameters(), cast.parameters(), strict=True):
         assert parameter.grad is not None
+        assert reference.grad is not None
         assert parameter.grad.dtype == torch.float32
         # The head is read twice: its two gradients are added in float32 here and in bfloat16 there.
         rounding = 0.01 * parameter.grad.abs().max().item() if name == "lm_head.weight" else 0.0

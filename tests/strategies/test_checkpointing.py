@@ -50,7 +50,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_directory_holds_all_experts_and_their_moments(saved: Path) -> None:
     assert is_checkpoint_directory(saved / "ep2")
     assert not (saved / "ep2.tmp").exists()
-    stored = SafeReader(saved / "ep2").read_metadata().state_dict_metadata
+    stored: Any = SafeReader(saved / "ep2").read_metadata().state_dict_metadata
     experts = CONFIG.n_routed_experts
     name = "model.layers.1.mlp.experts.down_proj"
     for key in (f"state_dict.{name}", f"optimizer_0.{name}.exp_avg", f"optimizer_0.{name}.exp_avg_sq"):

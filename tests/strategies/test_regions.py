@@ -1,7 +1,7 @@
 """Recomputation repeats what it says and nothing else; compilation makes graphs without breaks."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,7 +31,8 @@ def gradients_and_calls(mode: ActivationCheckpointing) -> tuple[dict[str, Tensor
 
     for _, block in model.blocks():
         block.attend = counted("attend", block.attend)
-    for _, layer in model.moe_layers():
+    layers: Any = model.moe_layers()
+    for _, layer in layers:
         layer.router.forward = counted("route", layer.router.forward)
         layer.dispatcher.dispatch = counted("dispatch", layer.dispatcher.dispatch)
         layer.experts.compute = counted("compute", layer.experts.compute)
@@ -39,7 +40,7 @@ def gradients_and_calls(mode: ActivationCheckpointing) -> tuple[dict[str, Tensor
     tokens = torch.randint(0, CONFIG.vocab_size, (2, SEQUENCE + 1))
     output = model(tokens[:, :-1], tokens[:, 1:])
     (output.loss + output.mtp_losses[0] + output.balance_loss).backward()
-    return {name: p.grad for name, p in model.named_parameters()}, calls, list(output.expert_counts)
+    return {name: cast(Tensor, p.grad) for name, p in model.named_parameters()}, calls, list(output.expert_counts)
 
 
 class NoisyRouter(Router):
