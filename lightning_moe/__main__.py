@@ -1,0 +1,6 @@
+import sys
+
+from lightning_moe.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

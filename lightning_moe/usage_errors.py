@@ -1,0 +1,231 @@
+"""Short messages for what a user got wrong: field path, value, rule, a value that works, close names for a typo."""
+
+import difflib
+import inspect
+import os
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from importlib import import_module
+from typing import Any, get_args, get_type_hints
+
+from jsonargparse import ArgumentParser
+
+MAX_LINES = 6
+_WIDTH = 118
+
+_KEY = re.compile(r'^(?:Parser key|Key) "([^"]+)":?\s*(.*)$')
+_CLASS = re.compile(r"^Problem with given class_path '([^']+)':?\s*(.*)$")
+_EXPECTED = re.compile(r"^Expected an? (.+?)(?:\. Got value: (.*))?$")
+_NOT_ACCEPTED = re.compile(
+    r"^(?:Subcommand '[^']*' does not accept option|Group '([^']*)' does not accept option|Option) '([^']+)'"
+)
+_UNRECOGNIZED = re.compile(r"^unrecognized arguments: --([^\s=]+)")
+_REQUIRED = re.compile(r"^the following arguments are required: (.*)$")
+_CALLABLE = re.compile(r"^Type .* expects a function or a callable class: ")
+_BUILT = re.compile(r"\.? Got value: Namespace\(class_path='([^']+)'.*$")
+_NOISE = (
+    "Does not validate against any",
+    "Subtypes:",
+    "Errors:",
+    "Given value type:",
+    "Not a valid subclass of",
+    "Expected a path but",
+)
+
+
+_wrapper = textwrap.TextWrapper(
+    _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+)
+
+
+class UsageError(Exception):
+    """What the user gave cannot work; the message is for them, and a traceback would not help."""
+
+
+def shorten(message: str) -> str:
+    """Wraps a message and cuts it to :data:`MAX_LINES` lines."""
+    lines = [
+        wrapped for line in message.strip().splitlines() if line.strip() for wrapped in _wrapper.wrap(line.rstrip())
+    ]
+    return "\n".join(lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 1], "… (all of it with --debug)"])
+
+
+def explain(message: str, parser: ArgumentParser | None = None) -> str:
+    """Turns jsonargparse's nested message into a short one.
+
+    Args:
+        message: The text of the error.
+        parser: The parser of the subcommand, for close names.
+
+    Returns:
+        At most :data:`MAX_LINES` lines.
+    """
+    path: list[str] = []
+    class_path: str | None = None
+    expected: list[str] = []
+    expected_at = 0
+    value: str | None = None
+    rules: list[str] = []
+    for indented in message.splitlines():
+        line = indented.strip().removeprefix("- ")
+        indent = len(indented) - len(indented.lstrip())
+        if match := _KEY.match(line):
+            path += [match[1]] if path[-1:] != [match[1]] else []
+            line = match[2]
+        if match := _CLASS.match(line):
+            class_path, line = match[1], match[2]
+        line = _CALLABLE.sub("", line)
+        if match := _BUILT.search(line):
+            class_path, line = match[1], line[: match.start()]
+        if match := _KEY.match(line):
+            path.append(match[1])
+            line = match[2]
+        if match := _REQUIRED.match(line):
+            return _required([name.split(".", 1)[-1] for name in match[1].split(", ")])
+        if match := _UNRECOGNIZED.match(line) or _NOT_ACCEPTED.match(line):
+            name = ".".join(part for part in match.groups() if part)
+            return shorten(_unknown_name(".".join(path), name, class_path, parser))
+        if match := _EXPECTED.match(line):
+            # What the whole class may be instead (null) is no answer to what a setting of it must be
+            if not expected or indent >= expected_at:
+                expected.append(_type_name(match[1]))
+                expected_at = expected_at or indent
+            value = match[2] if value is None else value
+        elif line.startswith("Given value:"):
+            value = _plain_value(line) if value is None else value
+        elif line and not line.startswith(_NOISE):
+            rules.append(_in_plain_words(re.sub(r"\. Got value: .*$", "", line)))
+    if rules == [] and expected:
+        allowed = " or ".join(dict.fromkeys(expected))
+        rules = [f"must be {allowed}" if value is None else f"{value} is not allowed; it must be {allowed}"]
+    elif value is not None and not any(value in rule for rule in rules):
+        rules = [f"{value} is not allowed", *rules]
+    text = "\n".join(dict.fromkeys(rules))
+    return shorten(f"{_spoken('.'.join(path))}: {text}" if path else text)
+
+
+def name_field(message: str, keys: Iterable[str]) -> str:
+    """Puts the path before a field that a message starts with by its bare name.
+
+    Args:
+        message: A rule's message, such as ``"n_group is 3, but …"``.
+        keys: Dotted names of all settings, ``init_args`` included.
+    """
+    word = re.match(r"[A-Za-z_][\w.]*\w", message)
+    if word is None:
+        return message
+    owners = {spoken for spoken in map(_spoken, keys) if spoken.endswith("." + word[0])}
+    return owners.pop() + message[word.end() :] if len(owners) == 1 else message
+
+
+def close_names(name: str, known: Iterable[str]) -> list[str]:
+    """Returns up to three known names like ``name``, the closest first."""
+    known = list(dict.fromkeys(known))
+    group, _, leaf = name.rpartition(".")
+    # A long common group makes all its names alike: the leaf decides
+    leaves = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == group]
+    close = difflib.get_close_matches(leaf, leaves, n=3, cutoff=0.65)
+    if close:
+        return [f"{group}.{match}" if group else match for match in close]
+    return difflib.get_close_matches(name, known, n=3, cutoff=0.75)
+
+
+def _required(names: list[str]) -> str:
+    if {"model", "data"} & set(names):
+        return f"{' and '.join(sorted(names, reverse=True))}: not given.\nStart from a file: --config configs/tiny.yaml"
+    return f"{' and '.join(names)}: not given. Add {' '.join(f'--{name} …' for name in names)}"
+
+
+def _unknown_name(group: str, name: str, class_path: str | None, parser: ArgumentParser | None) -> str:
+    name = _spoken(name).removesuffix("+")
+    if class_path:
+        known, owner, prefix = (
+            list(_class_names(class_path)),
+            f" of {class_path}",
+            f"{_spoken(group)}." if group else "",
+        )
+    else:
+        name = f"{group}.{name}" if group and not name.startswith(group) else name
+        known, owner, prefix = [action.dest for action in parser._actions] if parser else [], "", ""
+    text = f"{prefix}{name}: there is no such setting{owner}."
+    close = [prefix + match for match in close_names(name, known)]
+    if not close and "." in name:
+        close = [prefix + match for match in close_names(name.split(".", 1)[0], known)]
+        close = [match for match in close if match != prefix + name.split(".", 1)[0]]
+    if close:
+        return f"{text}\nDid you mean {' or '.join(close)}?"
+    siblings = [key for key in known if key.rpartition(".")[0] == name.rpartition(".")[0]]
+    return f"{text}\nThere is: {', '.join(sorted(siblings))}." if siblings else text
+
+
+def _class_names(class_path: str) -> Iterator[str]:
+    module, _, name = class_path.rpartition(".")
+    try:
+        target = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError):
+        return
+    yield from _signature_names(target, set())
+
+
+def _signature_names(target: Any, seen: set[Any]) -> Iterator[str]:
+    if target in seen:
+        return
+    seen = {*seen, target}
+    if is_dataclass(target):
+        names = [field.name for field in fields(target)]
+    else:
+        parameters = [p for cls in inspect.getmro(target) for p in _own_parameters(cls)]
+        names = list(dict.fromkeys(parameters))
+    try:
+        hints = get_type_hints(target if is_dataclass(target) else target.__init__)
+    except (NameError, TypeError):
+        hints = {}
+    for name in names:
+        yield name
+        for option in (hints.get(name), *get_args(hints.get(name))):
+            if is_dataclass(option):
+                yield from (f"{name}.{inner}" for inner in _signature_names(option, seen))
+
+
+def _own_parameters(cls: type) -> Iterator[str]:
+    if "__init__" in vars(cls):
+        for name, parameter in inspect.signature(vars(cls)["__init__"]).parameters.items():
+            if name != "self" and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                yield name
+
+
+def _spoken(key: str) -> str:
+    return ".".join(part for part in key.split(".") if part != "init_args")
+
+
+def _in_plain_words(rule: str) -> str:
+    if match := re.match(r"^module '([^']+)' has no attribute '([^']+)'$", rule):
+        close = close_names(match[2], dir(import_module(match[1])))
+        hint = f" Did you mean {' or '.join(f'{match[1]}.{name}' for name in close)}?" if close else ""
+        return f"There is no {match[2]} in {match[1]}.{hint}"
+    if match := re.match(r"""^Unable to load config ['"](.*)['"]$""", rule):
+        return f"There is no file or preset {match[1]}. A preset that works: tiny."
+    if match := re.match(r"^No module named '([^']+)'$", rule):
+        return f"There is no module {match[1]}, neither installed nor in this folder ({os.getcwd()})."
+    return rule
+
+
+def _type_name(text: str) -> str:
+    names = {"NoneType": "null", "str": "a text", "bool": "true or false", "int": "a whole number", "float": "a number"}
+    text = re.sub(r"<class '([^']+)'>", lambda match: names.get(match[1].rsplit(".", 1)[-1], match[1]), text)
+    return re.sub(r"(?:typing\.)?Literal\[([^\]]*)\]", _one_of, text)
+
+
+def _one_of(match: re.Match[str]) -> str:
+    return "one of " + match[1].replace("'", "")
+
+
+def _plain_value(line: str) -> str | None:
+    text = line.removeprefix("Given value:").strip()
+    nested = re.match(r"^NestedArg\(key='[^']*', val=(.*)\)$", text)
+    if nested:
+        return nested[1].strip("'")
+    text = text[1:-1] if re.fullmatch(r"'[^']*'", text) else text
+    return None if text.startswith(("Namespace(", "{'class_path'")) or len(text) > 200 else text

@@ -1,0 +1,146 @@
+from pathlib import Path
+
+import pytest
+
+from lightning_moe.cli import main
+from lightning_moe.usage_errors import MAX_LINES, UsageError, explain, name_field, shorten
+from tests.callbacks.standins import arguments
+
+# What is wrong on the command line, and what the message must hold: the field, the value, and a way out
+WRONG = [
+    ("--trainer.max_stepss=3", ["trainer.max_stepss", "trainer.max_steps"]),
+    ("--trainer.max_steps=three", ["trainer.max_steps", "three", "whole number"]),
+    ("--trainer.max_steps=1.5", ["trainer.max_steps", "1.5", "whole number"]),
+    ("--trainer.precision=int3", ["trainer.precision", "int3", "bf16-mixed"]),
+    ("--trainer.strategy=nonsense", ["nonsense"]),
+    ("--trainer.callbacks+=lightning.pytorch.callbacks.EarlyStoping", ["trainer.callbacks", "EarlyStopping"]),
+    ("--checkpoint.every_n_step=3", ["checkpoint.every_n_step", "checkpoint.every_n_train_steps"]),
+    ("--checkpoint.save_top_k=-5", ["save_top_k", "-5", "-1"]),
+    ("--checkpoint.mode=most", ["checkpoint.mode", "most", "max"]),
+    ("--seed_everything=abc", ["seed_everything", "abc", "whole number"]),
+    ("--model=lightning_moe.DeepSeekV4", ["model", "lightning_moe.DeepSeekV3"]),
+    ("--model=no_such_module.Model", ["model", "no_such_module", "this folder"]),
+    ("--model=tests.callbacks.standins.RandomTokens", ["model", "MoELightningModule"]),
+    ("--model.config.hiden_size=3", ["model.config.hiden_size", "model.config.hidden_size"]),
+    ("--model.config.hidden_size=wide", ["model.config.hidden_size", "wide", "whole number"]),
+    ("--model.config.hidden_size=-1", ["model.config.hidden_size", "-1", "positive"]),
+    ("--model.config.n_group=3", ["model.config.n_group", "3", "n_routed_experts", "n_group="]),
+    ("--model.config.scoring_func=tanh", ["model.config.scoring_func", "tanh", "sigmoid"]),
+    ("--model.config=missing/config.json", ["model.config", "missing/config.json", "tiny"]),
+    ("--model.config=tinny", ["model.config", "tinny", "tiny"]),
+    ("--model.optimizer.lr=fast", ["model.optimizer.lr", "fast", "a number"]),
+    ("--model.optimizer.lrr=1", ["model.optimizer.lrr", "model.optimizer.lr"]),
+    ("--model.optimizer=lightning_moe.Adam", ["model.optimizer", "lightning_moe.AdamW"]),
+    ("--model.optimizer.lr=-1", ["lr=-1", "2.2e-4"]),
+    ("--model.mtp_loss_weight={0: much}", ["model.mtp_loss_weight", "much", "a number"]),
+    ("--model.mtp_loss_weight={5: 0.1}", ["model.mtp_loss_weight", "{0: 0.1"]),
+    ("--model.balancing.bias_update_speed=-1", ["model.balancing.bias_update_speed", "-1"]),
+    ("--model.schedule.warmup=-1", ["model.schedule.warmup", "-1"]),
+    ("--data=tests.callbacks.standins.Random", ["data", "tests.callbacks.standins.RandomTokens"]),
+    ("--data.micro_batch=3", ["data.micro_batch", "data.micro_batch_size"]),
+    ("--data.global_batch_size=3", ["data.global_batch_size", "3", "micro_batch_size", "A value that works"]),
+    ("--data.path=/no/such/store", ["data.path", "/no/such/store", "prepare"]),
+    ("--data.max_tokens=null", ["data.max_tokens", "1e9"]),
+    ("--ckpt_path=missing.ckpt", ["ckpt_path", "missing.ckpt", "last"]),
+    ("--config=missing.yaml", ["config", "missing.yaml"]),
+]
+
+
+@pytest.mark.parametrize(("wrong", "expected"), WRONG, ids=[wrong for wrong, _ in WRONG])
+def test_short_errors(wrong: str, expected: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", *arguments(tmp_path / "run"), wrong]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert lines[0].startswith("error: ")
+    assert len(lines) <= MAX_LINES
+    assert "Traceback" not in captured.err
+    assert "usage:" not in captured.err
+    for part in expected:
+        assert part in captured.err
+    assert not list((tmp_path / "run").rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("trainer: {max_stepss: 3}", ["trainer.max_stepss", "trainer.max_steps"]),
+        ("modell: {class_path: x}", ["modell", "model"]),
+        ("model: {init_args: {config: {hiden_size: 3}}}", ["model.config.hiden_size", "model.config.hidden_size"]),
+        ("model: {init_args: {optimizer: {init_args: {lrr: 3}}}}", ["model.optimizer.lrr", "model.optimizer.lr"]),
+        ("data: {init_args: {micro_batch_sizes: 3}}", ["data.micro_batch_sizes", "data.micro_batch_size"]),
+        ("trainer: {max_steps: [}", ["line 1"]),
+        ("just a text", ["just a text"]),
+    ],
+)
+def test_short_errors_of_files(
+    text: str, expected: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong.yaml").write_text(text)
+    assert main(["fit", *arguments(tmp_path / "run"), f"--config={tmp_path / 'wrong.yaml'}"]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) <= MAX_LINES
+    for part in expected:
+        assert part in err
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ([], "fit, validate, test, prepare"),
+        (["fitt"], "Did you mean fit?"),
+        (["fit"], "--config configs/tiny.yaml"),
+        (["prepare", "--outputt=x"], "Did you mean output?"),
+        (["validate", *arguments("run")], "--ckpt_path last"),
+        (["test", *arguments("run"), "--ckpt_path=last"], "no complete checkpoint in run"),
+    ],
+)
+def test_wrong_commands(command: list[str], expected: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 2
+    err = capfd.readouterr().err
+    assert expected in err
+    assert len(err.splitlines()) <= MAX_LINES
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="n_group") as error:
+        main(["fit", *arguments(tmp_path), "--model.config.n_group=3", "--debug"])
+    assert isinstance(error.value.__cause__, ValueError)
+
+
+def test_errors_of_a_step_keep_their_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr("lightning_moe.DeepSeekV3.training_step", broken)
+    with pytest.raises(ValueError, match="a bug"):
+        main(["fit", *arguments(tmp_path / "run")])
+
+
+def test_shorten() -> None:
+    assert shorten("one\n\ntwo\n") == "one\ntwo"
+    lines = shorten("\n".join(f"line {number}" for number in range(20))).splitlines()
+    assert len(lines) == MAX_LINES
+    assert lines[-1].startswith("…")
+
+
+def test_explain_reads_the_innermost_rule() -> None:
+    message = """Parser key "data":
+  Does not validate against any of the Union subtypes
+  Errors:
+    - Problem with given class_path 'tests.callbacks.standins.RandomTokens':
+        Parser key "max_tokens":
+          Errors:
+            - Expected a <class 'int'>. Got value: much
+            - Expected a <class 'NoneType'>. Got value: much
+    - Expected a <class 'NoneType'>
+  Given value: NestedArg(key='max_tokens', val='much')"""
+    assert explain(message) == "data.max_tokens: much is not allowed; it must be a whole number or null"
+
+
+def test_name_field() -> None:
+    keys = ["model.init_args.config.n_group", "data.init_args.path"]
+    assert name_field("n_group is 3, but", keys) == "model.config.n_group is 3, but"
+    assert name_field("data.path: no", keys) == "data.path: no"
+    assert name_field("other is 3", keys) == "other is 3"
