@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.strategies import StrategyRegistry
+
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_moe.moe.balance import Balancing
     from lightning_moe.optim.adamw import AdamW
     from lightning_moe.optim.schedules import TokenSchedule
+    from lightning_moe.strategies.expert_parallel import ExpertParallelStrategy
 
 # Loaded at first use, so that importing the package costs little and needs no optional dependency
 _MODULE_OF = {
@@ -22,6 +25,7 @@ _MODULE_OF = {
     "DeepSeekV3": "lightning_moe.models.deepseek_v3",
     "DeepSeekV3Config": "lightning_moe.models.deepseek_v3",
     "ExpertLoad": "lightning_moe.metrics",
+    "ExpertParallelStrategy": "lightning_moe.strategies.expert_parallel",
     "MTPAccuracy": "lightning_moe.metrics",
     "MoECLI": "lightning_moe.cli",
     "MoELightningModule": "lightning_moe.models.module",
@@ -37,6 +41,7 @@ __all__ = [
     "DeepSeekV3",
     "DeepSeekV3Config",
     "ExpertLoad",
+    "ExpertParallelStrategy",
     "MTPAccuracy",
     "MoECLI",
     "MoELightningModule",
@@ -57,3 +62,12 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _expert_parallel(**init_args: Any) -> Any:
+    return __getattr__("ExpertParallelStrategy")(**init_args)
+
+
+StrategyRegistry.register(
+    "expert_parallel", _expert_parallel, description="Expert parallelism with FSDP2", override=True
+)

@@ -19,6 +19,8 @@ PARSER_MODE = "lightning_moe"
 
 _SCIENTIFIC = re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
 _CONFIG_OPTION = re.compile(r"^--model\.(?:init_args\.)?config$")
+_STRATEGY_OPTION = "--trainer.strategy"
+_REGISTERED_STRATEGIES = {"expert_parallel": "lightning_moe.ExpertParallelStrategy"}
 # jsonargparse reads a file from within its folder, so the folder of the command has to be remembered
 _command_folder: ContextVar[Path] = ContextVar("_command_folder", default=Path())
 
@@ -29,6 +31,8 @@ def load_yaml(text: str) -> Any:
     Whole numbers in scientific notation (``max_tokens: 1e6``) are integers, so that they fit settings of either type.
     ``model.config`` may be the name of a preset or the path of a Hugging Face ``config.json``, relative to the YAML
     file or to the working directory; fields beside it with dotted names (``config.num_hidden_layers: 6``) override it.
+    ``trainer.strategy`` may be the registered name or the class path of a strategy class, which Lightning would take for
+    the name of a strategy without settings.
 
     Args:
         text: The YAML.
@@ -47,6 +51,9 @@ def load_yaml(text: str) -> Any:
             _expand_config(model)
             if isinstance(model.get("init_args"), dict):
                 _expand_config(model["init_args"])
+        trainer = node.get("trainer") if isinstance(node, dict) else None
+        if isinstance(trainer, dict) and isinstance(trainer.get("strategy"), str):
+            trainer["strategy"] = _strategy(trainer["strategy"])
     return value
 
 
@@ -62,6 +69,8 @@ def expand_arguments(arguments: Iterable[str]) -> list[str]:
             continue
         if _CONFIG_OPTION.match(name) and _is_reference(value):
             value = json.dumps(_fields_of(value))
+        elif name == _STRATEGY_OPTION and _strategy(value) != value:
+            value = json.dumps(_strategy(value))
         elif _SCIENTIFIC.match(value):
             value = str(_whole(value))
         expanded.append(f"{name}={value}" if equals else value)
@@ -91,6 +100,11 @@ def _expand_config(init_args: dict[str, Any]) -> None:
             target[group] = target = dict(target.get(group) or {})
         target[leaf] = init_args.pop(key)
     init_args["config"] = read
+
+
+def _strategy(value: str) -> str | dict[str, Any]:
+    class_path = _REGISTERED_STRATEGIES.get(value, value)
+    return {"class_path": class_path} if "." in class_path and "/" not in class_path else value
 
 
 def _is_reference(value: str) -> bool:

@@ -67,7 +67,9 @@ def _parameters(pl_module: LightningModule) -> str:
 def _layout(trainer: Trainer) -> str:
     ranks = trainer.world_size
     device = trainer.strategy.root_device.type
-    return f"{ranks} {device} device{'s' if ranks > 1 else ''} ({type(trainer.strategy).__name__})"
+    sizes = getattr(trainer.strategy, "layout", None)
+    detail = type(trainer.strategy).__name__ + (f": {sizes}" if ranks > 1 and sizes is not None else "")
+    return f"{ranks} {device} device{'s' if ranks > 1 else ''} ({detail})"
 
 
 def _batch(trainer: Trainer, global_step: int) -> Iterator[tuple[str, str]]:

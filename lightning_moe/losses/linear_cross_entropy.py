@@ -79,14 +79,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if predictions_T is not None:
                 predictions_T[chunk] = logits.argmax(dim=-1)
             logits = logits.to(accurate)
-            log_sum = torch.logsumexp(logits, dim=-1, keepdim=True)
-            token_losses = (log_sum - logits.gather(1, targets)).squeeze(1)
+            # One buffer turns from logits into probabilities into the gradient of the logits.
+            target_logits = logits.gather(1, targets)
+            largest = logits.amax(dim=-1, keepdim=True)
+            logits.sub_(largest).exp_()
+            sums = logits.sum(dim=-1, keepdim=True)
+            token_losses = (sums.log() + largest - target_logits).squeeze(1)
             # `where` and not a product: an ignored position may hold anything.
             loss += token_losses.where(valid, 0.0).sum()
             if grad_hidden_TD is None and grad_weight_VD is None:
                 continue
-            grad_logits = logits.sub_(log_sum).exp_()
-            grad_logits.scatter_add_(1, targets, torch.full_like(log_sum, -1.0))
+            grad_logits = logits.div_(sums)
+            grad_logits.scatter_add_(1, targets, torch.full_like(sums, -1.0))
             grad_logits.masked_fill_(~valid[:, None], 0.0)
             grad_logits = grad_logits.to(hidden.dtype)
             if grad_hidden_TD is not None:
@@ -96,19 +100,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad_weight_VD.addmm_(grad_logits.T, hidden)
                 else:
                     grad_weight_VD += grad_logits.T @ hidden
+            del logits, grad_logits  # before the next chunk takes as much
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-        ctx.save_for_backward(grad_hidden_TD, grad_weight_VD)
+        # Not saved tensors: backward scales them in place, and so it can run only once.
+        ctx.grads = (grad_hidden_TD, grad_weight_VD)
         if predictions_T is not None:
             ctx.mark_non_differentiable(predictions_T)
         return loss, predictions_T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        grad_hidden_TD, grad_weight_VD = ctx.saved_tensors
-        scale = grads[0]
-        if grad_hidden_TD is not None:
-            grad_hidden_TD = grad_hidden_TD * scale.to(grad_hidden_TD.dtype)
-        if grad_weight_VD is not None:
-            grad_weight_VD = grad_weight_VD * scale.to(grad_weight_VD.dtype)
+        if ctx.grads is None:
+            raise RuntimeError("linear_cross_entropy computes its gradients in forward and gives them away once.")
+        grad_hidden_TD, grad_weight_VD = ctx.grads
+        ctx.grads = None
+        for grad in (grad_hidden_TD, grad_weight_VD):
+            if grad is not None:
+                grad.mul_(grads[0].to(grad.dtype))
         return grad_hidden_TD, grad_weight_VD, None, None, None

@@ -6,6 +6,8 @@ Shapes: ``B`` batch, ``S`` sequence.
 import torch
 from torch import Tensor
 
+from lightning_moe.losses.linear_cross_entropy import IGNORE_INDEX
+
 
 def shift_valid(document_ids_BS: Tensor | None, valid_BS: Tensor | None, like_BS: Tensor, shift: int) -> Tensor:
     """Tells at which positions the token ``shift`` places ahead exists, is valid and stands in the same document.
@@ -40,3 +42,16 @@ def shift_sequence(sequence_BS: Tensor, shift: int, ahead_valid_BS: Tensor, fill
     if sequence_BS.dim() > ahead_valid_BS.dim():
         ahead_valid_BS = ahead_valid_BS[..., None]
     return sequence_BS.roll(-shift, dims=1).where(ahead_valid_BS, fill_value)
+
+
+def within_documents(labels_BS: Tensor, document_ids_BS: Tensor) -> Tensor:
+    """Ignores labels whose token stands in another document than the position that predicts it.
+
+    What follows the last position of a row is not known here; that label is left as it is.
+
+    Args:
+        labels_BS: Next token of each position, int64.
+        document_ids_BS: Document of each token, int64.
+    """
+    crosses = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
+    return torch.cat((labels_BS[:, :-1].masked_fill(crosses, IGNORE_INDEX), labels_BS[:, -1:]), dim=1)

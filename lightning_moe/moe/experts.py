@@ -59,7 +59,7 @@ class GroupedExperts(nn.Module):
         """Draws each expert from N(0, ``initializer_range``) with a generator of its own, seeded by its global id."""
         if self.gate_up_proj.is_meta:
             return
-        base_seed = int(torch.randint(2**31, ()))
+        base_seed = int(torch.randint(2**31, (), device="cpu"))
         for weight in (self.gate_up_proj, self.down_proj):
             for expert in range(self.num_experts):
                 generator = torch.Generator(weight.device).manual_seed(base_seed + self.first_expert + expert)

@@ -4,6 +4,8 @@ FSDP2 casts parameters when it gathers them. A process that holds whole paramete
 cast where a module reads them; the values, gradients and state dictionaries are the same.
 """
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -24,9 +26,14 @@ def cast_on_use(model: nn.Module, dtype: torch.dtype) -> None:
             continue
         names = [name for name, parameter in module.named_parameters(recurse=False) if parameter.dtype != dtype]
         if names:
-            original = type(module)
-            members = {name: _reader(name, dtype) for name in names}
-            module.__class__ = type(original.__name__, (original,), {"__module__": original.__module__, **members})
+            module.__class__ = _casting_class(type(module), tuple(names), dtype)
+
+
+@functools.cache
+def _casting_class(original: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype) -> type[nn.Module]:
+    # One class for all modules of a kind, so that torch.compile takes them for the same.
+    members = {name: _reader(name, dtype) for name in names}
+    return type(original.__name__, (original,), {"__module__": original.__module__, **members})
 
 
 def _reader(name: str, dtype: torch.dtype) -> property:

@@ -38,8 +38,8 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             feed-forwards in backward, but neither routes nor sends tokens again; ``"full"`` also dispatches once more.
         compile: Whether to compile the same regions with ``torch.compile``.
         dispatcher: ``"all_to_all"``, or ``"auto"`` for the fastest that runs here.
-        compute_dtype: ``"auto"`` computes in bfloat16 over float32 master weights on CUDA and in the parameters' own
-            dtype on CPU; ``"float32"`` is full float32 anywhere.
+        compute_dtype: ``"auto"`` computes in bfloat16 over float32 master weights on CUDA, and otherwise in the
+            parameters' own dtype; ``"float32"`` is full float32 anywhere.
         reduce_every_micro_batch: Whether gradients are reduced after each micro-batch. Without, they are reduced once
             per optimizer step and each process holds the whole gradient in between.
         process_group_backend: ``"nccl"`` or ``"gloo"``; by default the one for the device.
@@ -103,9 +103,10 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             data_parallel_shard_size=self.data_parallel_shard_size,
         )
 
-    def describe(self) -> str:
-        """The layout in one line, for the table at the start of a run."""
-        return str(self.layout)
+    @property
+    def dispatcher_name(self) -> str:
+        """What moves tokens, for the table at the start of a run."""
+        return "all_to_all" if self.layout.expert_parallel_size > 1 else "local"
 
     @property
     @override
@@ -143,7 +144,8 @@ class ExpertParallelStrategy(ModelParallelStrategy):
 
     def _resolve_compute_dtype(self) -> torch.dtype | None:
         if self.compute_dtype == "auto":
-            return torch.bfloat16 if self.root_device.type == "cuda" else None
+            lowered = self.root_device.type == "cuda" and torch.get_default_dtype() == torch.float32
+            return torch.bfloat16 if lowered else None
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.compute_dtype]
 
     @contextmanager

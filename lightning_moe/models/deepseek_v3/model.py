@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_moe.losses.linear_cross_entropy import IGNORE_INDEX, CrossEntropy, linear_cross_entropy
-from lightning_moe.losses.mtp import shift_sequence, shift_valid
+from lightning_moe.losses.mtp import shift_sequence, shift_valid, within_documents
 from lightning_moe.metrics.mtp_accuracy import count_mtp_hits
 from lightning_moe.models.base import MoEModel, MoEModelOutput
 from lightning_moe.models.deepseek_v3.attention import document_mask
@@ -133,6 +133,8 @@ class DeepSeekV3Model(MoEModel):
             return output._replace(
                 logits=self.lm_head(normed_BSD), mtp_logits=tuple(self.lm_head(hidden) for hidden, _, _ in ahead)
             )
+        if document_ids is not None:
+            labels = within_documents(labels, document_ids)
         main = self._cross_entropy(normed_BSD, labels, predictions)
         targets = [shift_sequence(labels, shift, ahead_valid, IGNORE_INDEX) for _, shift, ahead_valid in ahead]
         depths = [
