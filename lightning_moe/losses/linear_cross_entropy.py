@@ -11,8 +11,9 @@ from torch import Tensor
 
 IGNORE_INDEX = -100
 
-# Logits of one chunk, in elements: 256 MiB of float32.
-_CHUNK_ELEMENTS = 2**26
+# Logits of one chunk, in elements: 256 MiB of float32. On CUDA fewer and larger chunks cost less, because each adds to
+# the weight's whole gradient; there they stay in the compute dtype: 1 GiB of bfloat16.
+_CHUNK_ELEMENTS = {"cpu": 2**26, "cuda": 2**29}
 
 
 class CrossEntropy(NamedTuple):
@@ -48,15 +49,64 @@ def linear_cross_entropy(
         weight_VD: Weight of the head.
         labels_T: Target of each position, int64; -100 is ignored.
         predictions: Whether to return the most likely token of each position too.
-        chunk_tokens: Tokens per chunk; by default as many as keep the float32 logits of a chunk within 256 MiB.
+        chunk_tokens: Tokens per chunk; by default as many as keep the logits of a chunk within 256 MiB on a CPU and
+            1 GiB of bfloat16 on CUDA.
     """
     if torch.is_autocast_enabled(hidden_TD.device.type):
         dtype = torch.get_autocast_dtype(hidden_TD.device.type)
         hidden_TD, weight_VD = hidden_TD.to(dtype), weight_VD.to(dtype)
     if chunk_tokens is None:
-        chunk_tokens = max(_CHUNK_ELEMENTS // weight_VD.shape[0], 1)
+        chunk_tokens = _chunk_tokens(hidden_TD.shape[0], weight_VD.shape[0], hidden_TD.device.type)
     loss, predictions_T = _LinearCrossEntropy.apply(hidden_TD, weight_VD, labels_T, predictions, chunk_tokens)
     return CrossEntropy(loss, (labels_T != IGNORE_INDEX).sum(), predictions_T)
+
+
+def _chunk_tokens(tokens: int, vocabulary: int, device_type: str) -> int:
+    most = max(_CHUNK_ELEMENTS.get(device_type, _CHUNK_ELEMENTS["cpu"]) // vocabulary, 1)
+    chunks = max(-(-tokens // most), 1)
+    if most < 128:
+        return most
+    # Equal chunks, in multiples that matrix units like.
+    equal = -(-tokens // chunks)
+    return max(-(-equal // 128) * 128, 128)
+
+
+def _cross_entropy(
+    logits: Tensor, labels: Tensor, with_gradient: bool, predictions: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Losses of a chunk, and the gradient of their sum in the place of the logits."""
+    if logits.device.type == "cuda" and logits.dtype != torch.float64:
+        from lightning_moe.losses.cross_entropy_kernel import cross_entropy_in_place
+
+        losses = cross_entropy_in_place(logits, labels, with_gradient=with_gradient, predictions_T=predictions)
+        return losses, logits
+    if predictions is not None:
+        torch.argmax(logits, dim=-1, out=predictions)
+    dtype = logits.dtype
+    logits = logits.to(torch.promote_types(dtype, torch.float32))
+    valid = labels != IGNORE_INDEX
+    targets = labels.where(valid, 0)[:, None]
+    # One buffer turns from logits into probabilities into the gradient of the logits.
+    target_logits = logits.gather(1, targets)
+    largest = logits.amax(dim=-1, keepdim=True)
+    logits.sub_(largest).exp_()
+    sums = logits.sum(dim=-1, keepdim=True)
+    # `where` and not a product: an ignored position may hold anything.
+    losses = (sums.log() + largest - target_logits).squeeze(1).where(valid, 0.0)
+    if with_gradient:
+        logits.div_(sums).scatter_add_(1, targets, torch.full_like(sums, -1.0))
+        logits.masked_fill_(~valid[:, None], 0.0)
+    return losses, logits.to(dtype)
+
+
+def _add_outer(total_VD: Tensor, grad_logits_TV: Tensor, hidden_TD: Tensor) -> None:
+    """Adds ``grad_logits.T @ hidden`` in the total's dtype."""
+    if total_VD.dtype == hidden_TD.dtype:
+        total_VD.addmm_(grad_logits_TV.T, hidden_TD)
+    elif total_VD.device.type == "cuda":
+        total_VD += torch.mm(grad_logits_TV.T, hidden_TD, out_dtype=total_VD.dtype)
+    else:
+        total_VD += grad_logits_TV.T @ hidden_TD
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -73,33 +123,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden_TD.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             hidden, labels = hidden_TD[chunk], labels_T[chunk]
-            valid = labels != IGNORE_INDEX
-            targets = labels.where(valid, 0)[:, None]
             logits = F.linear(hidden, weight_VD)
-            if predictions_T is not None:
-                predictions_T[chunk] = logits.argmax(dim=-1)
-            logits = logits.to(accurate)
-            # One buffer turns from logits into probabilities into the gradient of the logits.
-            target_logits = logits.gather(1, targets)
-            largest = logits.amax(dim=-1, keepdim=True)
-            logits.sub_(largest).exp_()
-            sums = logits.sum(dim=-1, keepdim=True)
-            token_losses = (sums.log() + largest - target_logits).squeeze(1)
-            # `where` and not a product: an ignored position may hold anything.
-            loss += token_losses.where(valid, 0.0).sum()
-            if grad_hidden_TD is None and grad_weight_VD is None:
-                continue
-            grad_logits = logits.div_(sums)
-            grad_logits.scatter_add_(1, targets, torch.full_like(sums, -1.0))
-            grad_logits.masked_fill_(~valid[:, None], 0.0)
-            grad_logits = grad_logits.to(hidden.dtype)
+            with_gradient = hidden_grad or weight_grad
+            losses, grad_logits = _cross_entropy(
+                logits, labels, with_gradient, None if predictions_T is None else predictions_T[chunk]
+            )
+            loss += losses.sum()
             if grad_hidden_TD is not None:
                 torch.mm(grad_logits, weight_VD, out=grad_hidden_TD[chunk])
             if grad_weight_VD is not None:
-                if grad_weight_VD.dtype == hidden.dtype:
-                    grad_weight_VD.addmm_(grad_logits.T, hidden)
-                else:
-                    grad_weight_VD += grad_logits.T @ hidden
+                _add_outer(grad_weight_VD, grad_logits, hidden)
             del logits, grad_logits  # before the next chunk takes as much
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
