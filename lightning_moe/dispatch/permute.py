@@ -89,6 +89,10 @@ def unpermute(y_RD: Tensor, weights_R: Tensor, plan: RowPlan) -> Tensor:
     return _Unpermute.apply(y_RD, weights_R, plan)
 
 
+def _has_kernels(rows: Tensor) -> bool:
+    return rows.device.type == "cuda" and rows.dtype in (torch.bfloat16, torch.float32)
+
+
 def take_rows(source: Tensor, index: Tensor, padded: bool) -> Tensor:
     """Rows of ``source``; where padding can exist, an index past the end gives zeros."""
     if padded:
@@ -98,6 +102,10 @@ def take_rows(source: Tensor, index: Tensor, padded: bool) -> Tensor:
 
 def sum_rows(source_RD: Tensor, index_TK: Tensor, padded: bool, weights_R: Tensor | None = None) -> Tensor:
     """Sums K (weighted) rows per token."""
+    if _has_kernels(source_RD):
+        from lightning_moe.dispatch.permute_kernel import sum_rows_kernel
+
+        return sum_rows_kernel(source_RD.contiguous(), index_TK, weights_R)
     weights_TK = None
     if weights_R is not None:
         weights_TK = take_rows(weights_R, index_TK.flatten(), padded).view_as(index_TK)
@@ -144,6 +152,13 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         y_RD, weights_R, choice_of_row_R = ctx.saved_tensors
+        if _has_kernels(y_RD):
+            from lightning_moe.dispatch.permute_kernel import spread_kernel
+
+            grad_y, grad_weights = spread_kernel(
+                grads[0].contiguous(), y_RD.contiguous(), weights_R, choice_of_row_R, ctx.top_k
+            )
+            return grad_y, grad_weights, None
         grad_rows_RD = take_rows(grads[0], choice_of_row_R // ctx.top_k, ctx.padded)
         grad_weights = torch.linalg.vecdot(grad_rows_RD.to(weights_R.dtype), y_RD.to(weights_R.dtype))
         grad_y = (grad_rows_RD * weights_R[:, None]).to(y_RD.dtype)

@@ -3,8 +3,6 @@
 Shapes: ``T`` tokens, ``V`` vocabulary.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -14,17 +12,17 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _cross_entropy_kernel(
-    logits_ptr: Any,
-    labels_ptr: Any,
-    losses_ptr: Any,
-    predictions_ptr: Any,
-    vocabulary: Any,
-    row_stride: Any,
+def _cross_entropy_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
+    logits_ptr,
+    labels_ptr,
+    losses_ptr,
+    predictions_ptr,
+    vocabulary,
+    row_stride,
     WITH_GRADIENT: tl.constexpr,
     WITH_PREDICTIONS: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row)
     valid = label >= 0

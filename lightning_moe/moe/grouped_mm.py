@@ -27,12 +27,11 @@ def grouped_mm(a_RK: Tensor, b_eKN: Tensor, offsets_e: Tensor) -> Tensor:
     if torch.is_autocast_enabled(a_RK.device.type):  # autocast does not know this operator
         dtype = torch.get_autocast_dtype(a_RK.device.type)
         a_RK, b_eKN = a_RK.to(dtype), b_eKN.to(dtype)
-    if a_RK.dtype == torch.bfloat16:
-        return _library_grouped_mm(a_RK, b_eKN, offs=offsets_e)
     return torch.ops.lightning_moe.grouped_mm(a_RK, b_eKN, offsets_e)
 
 
-# The library's operator cannot be traced by torch.compile in other dtypes than bfloat16, and does not take float64.
+# An operator of our own around the library's, because that one cannot be traced by torch.compile in other dtypes than
+# bfloat16, does not take float64, and returns the weights' gradient in a layout that costs a slow copy.
 @torch.library.custom_op("lightning_moe::grouped_mm", mutates_args=())
 def _grouped_mm(a_RK: Tensor, b_eKN: Tensor, offsets_e: Tensor) -> Tensor:
     if a_RK.dtype != torch.float64:
@@ -73,7 +72,10 @@ def _backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None, 
     # The library refuses expanded gradients, as those of a plain sum are.
     grad_RN = grad_RN.contiguous()
     grad_a = grouped_mm(grad_RN, b_eKN.transpose(1, 2), offsets_e) if ctx.needs_input_grad[0] else None
-    grad_b = torch.ops.lightning_moe.grouped_outer(a_RK, grad_RN, offsets_e) if ctx.needs_input_grad[1] else None
+    grad_b = None
+    if ctx.needs_input_grad[1]:
+        # In the layout of the weight as it is stored, (e, N, K), of which `b` is a transposed view.
+        grad_b = torch.ops.lightning_moe.grouped_outer(grad_RN, a_RK, offsets_e).transpose(1, 2)
     return grad_a, grad_b, None
 
 

@@ -1,0 +1,128 @@
+"""Triton kernels that bring rows back to their tokens, with their routing weights, in one pass each.
+
+Shapes: ``T`` tokens, ``D`` hidden size, ``K`` experts per token, ``R`` rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _sum_rows_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
+    source_ptr,
+    index_ptr,
+    weights_ptr,
+    out_ptr,
+    rows,
+    hidden,
+    TOP_K: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < hidden
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for k in tl.static_range(TOP_K):
+        row = tl.load(index_ptr + token * TOP_K + k)
+        present = row < rows  # a choice that goes nowhere has no row
+        values = tl.load(source_ptr + row * hidden + columns, mask=inside & present, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            values *= tl.load(weights_ptr + row, mask=present, other=0.0).to(tl.float32)
+        total += values
+    tl.store(out_ptr + token * hidden + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def sum_rows_kernel(source_RD: Tensor, index_TK: Tensor, weights_R: Tensor | None) -> Tensor:
+    """Sums K (weighted) rows per token in float32; an index of R or more counts for nothing.
+
+    Args:
+        source_RD: Rows, contiguous.
+        index_TK: Row of each choice, int64.
+        weights_R: Weight of each row, or ``None`` for a plain sum.
+
+    Returns:
+        ``(T, D)`` in the rows' dtype.
+    """
+    tokens, top_k = index_TK.shape
+    rows, hidden = source_RD.shape
+    out_TD = torch.empty(tokens, hidden, dtype=source_RD.dtype, device=source_RD.device)
+    if out_TD.numel():
+        _sum_rows_kernel[(tokens, triton.cdiv(hidden, _BLOCK))](
+            source_RD,
+            index_TK,
+            source_RD if weights_R is None else weights_R,
+            out_TD,
+            rows,
+            hidden,
+            TOP_K=top_k,
+            WEIGHTED=weights_R is not None,
+            BLOCK=_BLOCK,
+        )
+    return out_TD
+
+
+@triton.jit
+def _spread_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
+    grad_ptr,
+    y_ptr,
+    weights_ptr,
+    choice_ptr,
+    grad_y_ptr,
+    grad_weights_ptr,
+    choices,
+    hidden,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    choice = tl.load(choice_ptr + row)
+    present = choice < choices  # a row of padding belongs to no token
+    token = choice // TOP_K
+    weight = tl.load(weights_ptr + row).to(tl.float32)
+    dot = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, hidden, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < hidden
+        grad = tl.load(grad_ptr + token * hidden + columns, mask=inside & present, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + row * hidden + columns, mask=inside & present, other=0.0).to(tl.float32)
+        dot += grad * y
+        tl.store(grad_y_ptr + row * hidden + columns, (grad * weight).to(grad_y_ptr.dtype.element_ty), mask=inside)
+    tl.store(grad_weights_ptr + row, tl.sum(dot, axis=0).to(grad_weights_ptr.dtype.element_ty))
+
+
+def spread_kernel(
+    grad_TD: Tensor, y_RD: Tensor, weights_R: Tensor, choice_of_row_R: Tensor, top_k: int
+) -> tuple[Tensor, Tensor]:
+    """Gradient of the weighted sum of rows with respect to the rows and to their weights.
+
+    Args:
+        grad_TD: Gradient of the sums, contiguous.
+        y_RD: Rows, contiguous.
+        weights_R: Weight of each row.
+        choice_of_row_R: Choice ``t * K + k`` of each row, int64; T * K for a row of padding.
+        top_k: Choices ``K`` of a token.
+
+    Returns:
+        ``(R, D)`` in the rows' dtype and ``(R,)`` in the weights' dtype.
+    """
+    rows, hidden = y_RD.shape
+    grad_y_RD, grad_weights_R = torch.empty_like(y_RD), torch.empty_like(weights_R)
+    if rows:
+        _spread_kernel[(rows,)](
+            grad_TD,
+            y_RD,
+            weights_R,
+            choice_of_row_R,
+            grad_y_RD,
+            grad_weights_R,
+            grad_TD.shape[0] * top_k,
+            hidden,
+            TOP_K=top_k,
+            BLOCK=_BLOCK,
+        )
+    return grad_y_RD, grad_weights_R

@@ -1,0 +1,41 @@
+"""The Triton kernels equal the plain path; run by Triton's interpreter, so that no GPU is needed."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+_CHECK = """
+import torch
+from lightning_moe.dispatch.permute import plan_rows, sum_rows, unpermute
+from lightning_moe.dispatch.permute_kernel import spread_kernel, sum_rows_kernel
+
+torch.manual_seed(0)
+for tokens, hidden, top_k, experts, alignment in ((9, 40, 2, 4, 1), (33, 1500, 3, 8, 16), (5, 1024, 1, 4, 1)):
+    indices = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)])
+    if alignment > 1:
+        indices[::4] = -1
+    plan = plan_rows(indices, experts, alignment, all_valid=alignment == 1)
+    rows = len(plan.choice_of_row_R)
+    y = torch.randn(rows, hidden)
+    weights = torch.rand(rows).where(plan.choice_of_row_R < tokens * top_k, 0.0)
+    grad = torch.randn(tokens, hidden)
+    for w in (None, weights):
+        expected = sum_rows(y, plan.row_of_choice_TK, plan.padded, w)
+        torch.testing.assert_close(sum_rows_kernel(y, plan.row_of_choice_TK, w), expected, rtol=1e-6, atol=1e-6)
+    leaves = y.clone().requires_grad_(), weights.clone().requires_grad_()
+    unpermute(*leaves, plan).backward(grad)
+    grad_y, grad_weights = spread_kernel(grad, y, weights, plan.choice_of_row_R, top_k)
+    torch.testing.assert_close(grad_y, leaves[0].grad, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grad_weights, leaves[1].grad, rtol=1e-5, atol=1e-4)
+print("equal")
+"""
+
+
+def test_kernels_equal_the_plain_path() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run([sys.executable, "-c", _CHECK], env=environment, capture_output=True, text=True)
+    assert result.stdout.strip() == "equal", result.stderr[-2000:]
