@@ -1,6 +1,6 @@
 """Draws the loss curve and the load of the experts of a run from its TensorBoard logs, as they stand in the README.
 
-    python benchmarks/plot_run.py runs/tiny docs/images/tiny.png
+python benchmarks/plot_run.py runs/tiny docs/images/tiny.png
 """
 
 import sys
