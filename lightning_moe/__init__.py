@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
+    from lightning_moe.callbacks.preemption import Preemption
     from lightning_moe.cli import MoECLI
     from lightning_moe.data.datamodule import TokenDataModule
     from lightning_moe.metrics import ExpertLoad, MTPAccuracy, TokenMean
@@ -30,6 +31,7 @@ _MODULE_OF = {
     "MoECLI": "lightning_moe.cli",
     "MoELightningModule": "lightning_moe.models.module",
     "MoEShape": "lightning_moe.models.module",
+    "Preemption": "lightning_moe.callbacks.preemption",
     "TokenDataModule": "lightning_moe.data.datamodule",
     "TokenMean": "lightning_moe.metrics",
     "TokenSchedule": "lightning_moe.optim.schedules",
@@ -46,6 +48,7 @@ __all__ = [
     "MoECLI",
     "MoELightningModule",
     "MoEShape",
+    "Preemption",
     "TokenDataModule",
     "TokenMean",
     "TokenSchedule",

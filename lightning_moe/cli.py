@@ -16,13 +16,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from lightning_moe import run_directory
-from lightning_moe.callbacks.interrupt import EXIT_STATUS, SaveOnInterrupt, TrainingInterrupted
+from lightning_moe.callbacks.interrupt import EXIT_STATUS, TrainingInterrupted
+from lightning_moe.callbacks.preemption import Preemption
 from lightning_moe.callbacks.progress_bar import TokenProgressBar
 from lightning_moe.callbacks.run_checkpoint import RunCheckpoint
 from lightning_moe.callbacks.run_table import RunTable
 from lightning_moe.config_loader import PARSER_MODE, command_folder, expand_arguments
 from lightning_moe.console_noise import quiet_console
 from lightning_moe.models.module import MoELightningModule
+from lightning_moe.strategies.launching import brings_cluster_environment, choose_devices, is_requeued
 from lightning_moe.tools import TOOLS, tool_function
 from lightning_moe.usage_errors import UsageError, close_names, explain, name_field, shorten
 
@@ -51,16 +53,24 @@ class MoEArgumentParser(LightningArgumentParser):
                 raise UsageError(f"{given}: there is no such command.\nDid you mean {' or '.join(close)}?") from ex
             if command is None:
                 raise UsageError(f"Which command? {', '.join(names)}; more with --help.") from ex
-            raise UsageError(explain(message, commands.choices[command])) from ex
-        raise UsageError(explain(message, self)) from ex
+            raise UsageError(shorten(explain(message, commands.choices[command]))) from ex
+        raise UsageError(shorten(explain(message, self))) from ex
 
 
 class SaveRunConfig(SaveConfigCallback):
     """Saves the configuration of a training as ``config.yaml`` in its run directory."""
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Saves nothing yet: settings that turn out wrong must not become those of the run."""
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.save_config(trainer, pl_module, "fit")
+
+    @override
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":
+        if trainer.is_global_zero:
             text = self.parser.dump(self.config, skip_none=False)
             path = Path(trainer.default_root_dir, run_directory.CONFIG_FILE)
             run_directory.write_atomically(path, lambda temporary: _write(temporary, text))
@@ -121,6 +131,15 @@ class MoECLI(LightningCLI):
             self.parser.add_argument("--ckpt_path", type=str, default=None, help="Not used.")
 
     @override
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        for action in parser._actions:
+            if action.dest == "ckpt_path":
+                without = "a new run" if subcommand == "fit" else "an error"
+                action.help = f"'last' for the newest checkpoint of the run directory, or a path; without: {without}."
+        return parser
+
+    @override
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         super()._add_subcommands(parser, **kwargs)
         commands: Any = parser._subcommands_action
@@ -175,12 +194,16 @@ class MoECLI(LightningCLI):
         if config.get("enable_checkpointing") is False:
             callbacks = [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)]
         if not config.get("barebones"):
-            callbacks = [*callbacks, SaveOnInterrupt(), RunTable(self.resume_path, self.resume_progress.global_step)]
+            callbacks = [*callbacks, RunTable(self.resume_path, self.resume_progress.global_step)]
             with_bar = config.get("enable_progress_bar") is not False
             if with_bar and not any(isinstance(callback, ProgressBar) for callback in own):
                 callbacks.append(TokenProgressBar())
+            if not any(isinstance(callback, Preemption) for callback in own):
+                callbacks.append(Preemption())
             if config.get("logger") in (None, True):
                 config["logger"] = self._default_logger(config["default_root_dir"])
+        if not brings_cluster_environment(config):
+            config["devices"], config["num_nodes"] = choose_devices(config["devices"], config["num_nodes"])
         trainer = super()._instantiate_trainer(config, callbacks)
         if type(trainer.strategy.checkpoint_io) is run_directory.TorchCheckpointIO:
             trainer.strategy.checkpoint_io = run_directory.AtomicCheckpointIO()
@@ -212,9 +235,11 @@ class MoECLI(LightningCLI):
             raise self._usage_error(error) from error
 
     def _fit(self) -> None:
+        self._check_clipping()
         self._check_that_it_ends()
         if self._is_at_end():
             return
+        self._check_run_dir()
         if self._nothing_to_resume:
             _say(f"ckpt_path last: there is no checkpoint in {self._run_dir} yet, starting a new run.")
         super()._run_subcommand("fit")
@@ -240,8 +265,8 @@ class MoECLI(LightningCLI):
             if fast:
                 return
             found = run_directory.find_last_checkpoint(run_dir)
-            if found is not None and found.name.startswith("hpc_ckpt") and "SLURM_JOB_ID" in os.environ:
-                path = "last"  # SLURM requeued the job
+            if found is not None and is_requeued():
+                path = "last"
             elif found is not None:
                 raise UsageError(
                     f"trainer.default_root_dir: {run_dir} already holds a run ({os.path.relpath(found)}).\n"
@@ -291,6 +316,31 @@ class MoECLI(LightningCLI):
         for change in changes:
             _say(f"changed since the last run: {change.key} {change.saved} -> {change.present}")
 
+    def _check_clipping(self) -> None:
+        # Lightning takes any number, and a negative one turns the gradients round: the loss rises
+        norm = self._get(self.config, "trainer").gradient_clip_val
+        if norm is not None and not norm >= 0:
+            raise UsageError(
+                f"trainer.gradient_clip_val is {norm}, but a norm is at least 0.\n"
+                "Set it to 1.0 as in the DeepSeek-V3 report, or to null to clip nothing."
+            )
+
+    def _check_run_dir(self) -> None:
+        # Without this, the first to write there fails, after the data has been prepared
+        if self._get(self.config, "trainer").fast_dev_run or "://" in self._run_dir:
+            return
+        run_dir = Path(self._run_dir)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            reason = None if os.access(run_dir, os.W_OK | os.X_OK) else "Permission denied"
+        except OSError as error:
+            reason = error.strerror
+        if reason is not None:
+            raise UsageError(
+                f"trainer.default_root_dir: {run_dir} cannot be written ({reason}).\n"
+                f"Set it to a folder that can, for example {DEFAULT_RUN}."
+            )
+
     def _check_that_it_ends(self) -> None:
         limits = self._get(self.config, "trainer")
         if limits.max_time or limits.fast_dev_run or limits.max_steps >= 0 or limits.max_epochs not in (None, -1):
@@ -327,7 +377,8 @@ def main(args: Sequence[str] | None = None) -> int:
         args: The arguments; ``None`` takes those of the process.
 
     Returns:
-        The exit status: 0, 2 for what the user has to correct, 130 after Ctrl-C.
+        The exit status: 0, 2 for what the user has to correct, 128 and the signal's number (130 after Ctrl-C, 143 after
+        SIGTERM) when training was asked to stop.
     """
     arguments = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in arguments
@@ -337,8 +388,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         MoECLI(args=[argument for argument in arguments if argument != "--debug"])
     except TrainingInterrupted as interrupt:
-        _say(interrupt.message)
-        return EXIT_STATUS
+        return interrupt.status
     except KeyboardInterrupt:
         _say("Stopped by Ctrl-C.")
         return EXIT_STATUS

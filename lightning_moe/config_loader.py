@@ -31,8 +31,8 @@ def load_yaml(text: str) -> Any:
     Whole numbers in scientific notation (``max_tokens: 1e6``) are integers, so that they fit settings of either type.
     ``model.config`` may be the name of a preset or the path of a Hugging Face ``config.json``, relative to the YAML
     file or to the working directory; fields beside it with dotted names (``config.num_hidden_layers: 6``) override it.
-    ``trainer.strategy`` may be the registered name or the class path of a strategy class, which Lightning would take for
-    the name of a strategy without settings.
+    ``trainer.strategy`` may be the registered name or the class path of a strategy class, which Lightning would take
+    for the name of a strategy without settings.
 
     Args:
         text: The YAML.
@@ -117,8 +117,10 @@ def _fields_of(value: str) -> dict[str, Any]:
     folders = list(dict.fromkeys([Path.cwd(), _command_folder.get().absolute()]))
     found = next((folder / value for folder in folders if (folder / value).is_file()), None)
     if found is None:
+        names = [os.path.relpath(folder) for folder in folders]
+        where = " or ".join("this folder" if name == "." else name for name in names)
         raise ValueError(
-            f"model.config: there is no file {value} in {' or '.join(os.path.relpath(f) for f in folders)}.\n"
+            f"model.config: there is no file {value} in {where}.\n"
             f"Give the path of a config.json, a preset ({', '.join(PRESETS)}) or the fields themselves."
         )
     return asdict(DeepSeekV3Config.from_json(found))

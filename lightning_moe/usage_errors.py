@@ -60,7 +60,7 @@ def explain(message: str, parser: ArgumentParser | None = None) -> str:
         parser: The parser of the subcommand, for close names.
 
     Returns:
-        At most :data:`MAX_LINES` lines.
+        The message; :func:`shorten` wraps it once it is complete.
     """
     path: list[str] = []
     class_path: str | None = None
@@ -86,7 +86,7 @@ def explain(message: str, parser: ArgumentParser | None = None) -> str:
             return _required([name.split(".", 1)[-1] for name in match[1].split(", ")])
         if match := _UNRECOGNIZED.match(line) or _NOT_ACCEPTED.match(line):
             name = ".".join(part for part in match.groups() if part)
-            return shorten(_unknown_name(".".join(path), name, class_path, parser))
+            return _unknown_name(".".join(path), name, class_path, parser)
         if match := _EXPECTED.match(line):
             # What the whole class may be instead (null) is no answer to what a setting of it must be
             if not expected or indent >= expected_at:
@@ -103,7 +103,7 @@ def explain(message: str, parser: ArgumentParser | None = None) -> str:
     elif value is not None and not any(value in rule for rule in rules):
         rules = [f"{value} is not allowed", *rules]
     text = "\n".join(dict.fromkeys(rules))
-    return shorten(f"{_spoken('.'.join(path))}: {text}" if path else text)
+    return f"{_spoken('.'.join(path))}: {text}" if path else text
 
 
 def name_field(message: str, keys: Iterable[str]) -> str:
@@ -214,6 +214,7 @@ def _in_plain_words(rule: str) -> str:
 
 def _type_name(text: str) -> str:
     names = {"NoneType": "null", "str": "a text", "bool": "true or false", "int": "a whole number", "float": "a number"}
+    names["dict"] = "a mapping {key: value}"
     text = re.sub(r"<class '([^']+)'>", lambda match: names.get(match[1].rsplit(".", 1)[-1], match[1]), text)
     return re.sub(r"(?:typing\.)?Literal\[([^\]]*)\]", _one_of, text)
 

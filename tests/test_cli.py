@@ -175,6 +175,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for name in ("--model", "--data", "--checkpoint.every_n_train_steps", "--ckpt_path"):
         assert name in text
+    assert "'last' for the newest checkpoint" in " ".join(text.split())
 
 
 def test_prepare_makes_a_store(tmp_path: Path) -> None:

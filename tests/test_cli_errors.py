@@ -41,6 +41,9 @@ WRONG = [
     ("--data.global_batch_size=3", ["data.global_batch_size", "3", "micro_batch_size", "A value that works"]),
     ("--data.path=/no/such/store", ["data.path", "/no/such/store", "prepare"]),
     ("--data.max_tokens=null", ["data.max_tokens", "1e9"]),
+    ("--trainer.gradient_clip_val=-1", ["trainer.gradient_clip_val", "-1", "1.0"]),
+    ("--model.balancing.bias_update_speed=x", ["model.balancing.bias_update_speed", "x", "a mapping", "a number"]),
+    ("--model.config=missing.json", ["model.config", "missing.json", "in this folder."]),
     ("--ckpt_path=missing.ckpt", ["ckpt_path", "missing.ckpt", "last"]),
     ("--config=missing.yaml", ["config", "missing.yaml"]),
 ]
@@ -123,6 +126,13 @@ def test_shorten() -> None:
     lines = shorten("\n".join(f"line {number}" for number in range(20))).splitlines()
     assert len(lines) == MAX_LINES
     assert lines[-1].startswith("…")
+
+
+def test_a_message_is_wrapped_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", *arguments(tmp_path / "run"), "--model.config.num_experts_per_tok=9"]) == 2
+    *full, last = capfd.readouterr().err.removeprefix("error: ").splitlines()
+    assert full
+    assert all(len(line) > 100 for line in full)
 
 
 def test_explain_reads_the_innermost_rule() -> None:

@@ -155,6 +155,20 @@ def test_a_run_that_is_restarted(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert "changed since" not in capfd.readouterr().err
 
 
+def test_a_run_directory_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["fit", *arguments(tmp_path / "file" / "run")]) == 2
+    assert capfd.readouterr().err.startswith(f"error: trainer.default_root_dir: {tmp_path / 'file' / 'run'} cannot be")
+
+
+def test_settings_that_do_not_start_are_not_kept(tmp_path: Path) -> None:
+    command = ["fit", *arguments(tmp_path, "--ckpt_path=last", "--trainer.max_steps=2")]
+    assert main(command) == 0
+    before = (tmp_path / "config.yaml").read_text()
+    assert main([*command, "--trainer.max_steps=4", "--model.optimizer.lr=-1"]) == 2
+    assert (tmp_path / "config.yaml").read_text() == before
+
+
 def test_fast_dev_run_leaves_the_run_alone(tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = ["fit", *arguments(run, "--ckpt_path=last", "--trainer.fast_dev_run=true")]

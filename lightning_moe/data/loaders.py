@@ -166,5 +166,5 @@ class ValidationLoader:
         batches = (list(range(start, min(start + self.micro_batch_size, total))) or [0] for start in starts)
         for start, batch in zip(starts, _data_loader(self.dataset, batches, self.num_workers), strict=True):
             if start >= total:
-                batch["labels"].fill_(IGNORE_INDEX)
+                batch["labels"] = torch.full_like(batch["labels"], IGNORE_INDEX)  # may share memory with input_ids
             yield batch

@@ -26,7 +26,7 @@ def standard_library_store(vocab_size: int, progress_bar: bool = True) -> Path:
         The store's folder.
 
     Raises:
-        ValueError: A vocabulary that is too large or too small for this text.
+        ValueError: A vocabulary that is too large or too small for this text, or a cache that cannot be written.
     """
     from lightning_moe.tools.prepare import prepare
 
@@ -38,6 +38,13 @@ def standard_library_store(vocab_size: int, progress_bar: bool = True) -> Path:
         )
     folder = cache_folder() / f"python-{platform.python_version()}-bpe-{vocab_size}"
     if not (folder / "store.json").exists():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"data.path is not set, and the cache {folder.parent} cannot be written ({error.strerror}).\n"
+                "Set XDG_CACHE_HOME to a folder that can, or data.path to a store"
+            ) from error
         prepare(
             standard_library_files(),
             str(folder),

@@ -23,6 +23,7 @@ class _Exchange(NamedTuple):
 
     Args:
         token_of_sent_N: Token of each sent row, ordered by destination rank, int64.
+        rank_of_sent_N: Destination rank of each sent row, int64.
         destination_TK: Destination rank of each choice, int64; W for a choice that goes nowhere.
         row_of_choice_TK: Row that carries the token to the rank of a choice, int64; N for a choice that goes nowhere.
         row_once_TK: The same, but each row of a token stands once: N where an earlier choice has the same row.
@@ -31,6 +32,7 @@ class _Exchange(NamedTuple):
     """
 
     token_of_sent_N: Tensor
+    rank_of_sent_N: Tensor
     destination_TK: Tensor
     row_of_choice_TK: Tensor
     row_once_TK: Tensor
@@ -71,8 +73,7 @@ class AllToAllDispatcher(TokenDispatcher):
         exchange = self._plan_exchange(plan.indices_TK)
         # The sender tells local expert ids, so that a receiver reads -1 for choices of other ranks.
         sent_choices_NK = plan.indices_TK[exchange.token_of_sent_N]
-        rank_of_sent_N1 = _repeat_ranks(exchange, x_TD.device)
-        here_NK = (exchange.destination_TK[exchange.token_of_sent_N]) == rank_of_sent_N1
+        here_NK = exchange.destination_TK[exchange.token_of_sent_N] == exchange.rank_of_sent_N[:, None]
         local_ids_NK = (sent_choices_NK % self.num_local_experts).where(here_NK, -1)
         local_ids_MK = _all_to_all(
             local_ids_NK.to(torch.int32), exchange.send_splits, exchange.receive_splits, self.group
@@ -111,18 +112,13 @@ class AllToAllDispatcher(TokenDispatcher):
         repeated_TK = same_TKK.tril(diagonal=-1).any(dim=2)
         return _Exchange(
             token_of_sent_N=position_N % max(tokens, 1),
+            rank_of_sent_N=position_N // max(tokens, 1),
             destination_TK=destination_TK,
             row_of_choice_TK=row_of_choice_TK,
             row_once_TK=row_of_choice_TK.masked_fill(repeated_TK, sent),
             send_splits=send_splits,
             receive_splits=receive_splits,
         )
-
-
-def _repeat_ranks(exchange: _Exchange, device: torch.device) -> Tensor:
-    counts = torch.tensor(exchange.send_splits, device=device)
-    ranks = torch.arange(len(exchange.send_splits), device=device)
-    return ranks.repeat_interleave(counts, output_size=exchange.token_of_sent_N.numel())[:, None]
 
 
 def _all_to_all(rows: Tensor, send_splits: list[int], receive_splits: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -72,7 +72,8 @@ class MoEModel(nn.Module, ABC):
                 own document. ``None`` makes each row one document.
             position_ids: Positions ``(B, S)`` or ``(S,)``, int64; 0 to S - 1 by default.
             valid: Bool ``(B, S)``, False for padding at the end of rows; ``None`` when there is none.
-            mtp: Whether to run the multi-token-prediction depths.
+            mtp: Whether to run the multi-token-prediction depths; given only to models that have any, as is
+                ``predictions``.
             balance: Whether to compute the balance loss.
             predictions: Whether to count correct and accepted predictions of the depths.
         """
@@ -83,6 +84,36 @@ class MoEModel(nn.Module, ABC):
             for name, module in block.named_modules():
                 if isinstance(module, MoELayer):
                     yield f"{block_name}.{name}" if name else block_name, module
+
+    def check_structure(self) -> None:
+        """Refuses what would train wrongly without saying so; called before the model gets memory.
+
+        Raises:
+            ValueError: ``blocks()`` gives a block another name than its qualified one, or leaves out a MoE layer; or
+                two modules own one parameter, which come apart when they leave the meta device.
+        """
+        where = f"{type(self).__name__}.blocks()"
+        modules = dict(self.named_modules())
+        names = {module: name for name, module in modules.items()}
+        for name, block in self.blocks():
+            if modules.get(name) is not block:
+                raise ValueError(
+                    f"{where} names a block {name!r}, but it must be its qualified name, {names.get(block)!r}."
+                )
+        in_blocks = {layer for _, layer in self.moe_layers()}
+        for name, module in modules.items():
+            if isinstance(module, MoELayer) and module not in in_blocks:
+                raise ValueError(
+                    f"{where} leaves out the block of the MoE layer {name}, which would be neither balanced nor spread "
+                    "over processes."
+                )
+        owners: dict[nn.Parameter, str] = {}
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            if owners.setdefault(parameter, name) != name:
+                raise ValueError(
+                    f"{type(self).__name__} owns one parameter as {owners[parameter]} and as {name}; give it to one "
+                    "module, and use it from there in forward()."
+                )
 
     def init_weights(self, seed: int) -> None:
         """Gives every parameter and buffer its initial value, as a function of the seed and its qualified name alone.

@@ -1,5 +1,6 @@
 """The LightningModule that MoE language models are trained with; users subclass it for models of their own."""
 
+import os
 import tempfile
 from abc import abstractmethod
 from collections.abc import Callable
@@ -90,6 +91,7 @@ class MoELightningModule(LightningModule):
         self._configured_groups: list[dict[str, Any]] = []
         self._skipped_steps: Tensor | None = None
         self._clock = StepClock()
+        self._processes_built_for = 1
 
     # What a subclass provides
 
@@ -111,13 +113,25 @@ class MoELightningModule(LightningModule):
     # Building
 
     def setup(self, stage: str) -> None:
-        """Refuses a strategy that would train each process on its own gradients, and resolves the schedule."""
+        """Refuses what would train each process on its own gradients, and resolves the schedule."""
         trainer: Any = self.trainer
+        if self.model is not None and self._processes_built_for != trainer.world_size:
+            raise ValueError(
+                f"The model of {type(self).__name__} was built for {self._processes_built_for} process(es), but the "
+                f"Trainer has {trainer.world_size}.\n"
+                "Give the Trainer a new module, not one after configure_model() or load_from_checkpoint(), and the "
+                "weights as ckpt_path."
+            )
         if trainer.world_size > 1 and not _distributes(trainer.strategy):
             raise ValueError(
                 f"trainer.strategy is {type(trainer.strategy).__name__} with {trainer.world_size} processes, but "
                 f"{type(self).__name__} needs a strategy that knows experts.\n"
                 "On one device: --trainer.devices 1; several need lightning_moe's ExpertParallelStrategy."
+            )
+        clip = trainer.gradient_clip_val
+        if clip is not None and not clip >= 0:
+            raise ValueError(
+                f"trainer.gradient_clip_val is {clip}, but it must not be negative, as in 1.0; null or 0 does not clip."
             )
         if self.schedule is not None and stage == "fit":
             self._resolved_schedule = self.schedule.resolve(getattr(trainer.datamodule, "max_tokens", None))
@@ -134,12 +148,13 @@ class MoELightningModule(LightningModule):
                 f"{type(self).__name__}.build_model() returned a {type(model).__name__}, but it must return a "
                 "lightning_moe MoEModel."
             )
+        model.check_structure()
         strategy: Any = self._trainer.strategy if self._trainer is not None else None
         if _distributes(strategy):
-            self.sum_over_data_ranks = strategy.assemble(model, torch.initial_seed())
+            self.sum_over_data_ranks = strategy.assemble(model, _initial_seed())
         else:
             model.to_empty(device=device)
-            model.init_weights(torch.initial_seed())
+            model.init_weights(_initial_seed())
         outside = [name for name, _ in self.named_parameters()]
         if outside:
             raise ValueError(
@@ -147,6 +162,7 @@ class MoELightningModule(LightningModule):
                 "no strategy would shard or load. Move them into the MoEModel that build_model() returns."
             )
         self.model = model
+        self._processes_built_for = self._trainer.world_size if self._trainer is not None else 1
         shape = self.moe_shape()
         layers = len(list(model.moe_layers()))
         self.evaluation = Evaluation(shape.num_nextn_predict_layers, layers, shape.n_routed_experts)
@@ -185,9 +201,8 @@ class MoELightningModule(LightningModule):
         mtp_weight = value_at(self.mtp_loss_weight, self.tokens_seen)
         output = self.built_model(
             **_model_inputs(batch),
-            mtp=mtp_weight > 0,
             balance=self.balancing.sequence_loss_weight > 0,
-            predictions=self._logs_this_step,
+            **self._depth_options(mtp_weight > 0, self._logs_this_step),
         )
         total = output.loss
         if output.mtp_losses:
@@ -197,6 +212,11 @@ class MoELightningModule(LightningModule):
         self._step_sums.add(output, total, batch["input_ids"].numel())
         return total
 
+    def _depth_options(self, mtp: bool, predictions: bool) -> dict[str, bool]:
+        """What only a model with multi-token prediction is asked for."""
+        depths = self.moe_shape().num_nextn_predict_layers
+        return {"mtp": mtp, "predictions": predictions} if depths else {}
+
     def configure_gradient_clipping(
         self,
         optimizer: Optimizer,
@@ -205,16 +225,23 @@ class MoELightningModule(LightningModule):
     ) -> None:
         """Finishes the gradients of a whole optimizer step: scale, norm, decide, clip, and move the biases."""
         step = self._step_sums
+        if gradient_clip_val is not None and gradient_clip_val <= 0:
+            gradient_clip_val = None  # as in Lightning
         clip_norm = None if gradient_clip_algorithm == "value" else gradient_clip_val
+        bare = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        # Lightning leaves gradients scaled for fused optimizers to divide, but norm and clipping need them unscaled.
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        if scaler is not None and getattr(bare, "_step_supports_amp_scaling", False):
+            scaler.unscale_(bare)
         num_tokens = self.sum_over_data_ranks(step.sums["num_tokens"])
         # Lightning has divided each micro-batch by accumulate_grad_batches, however many the window really has.
-        scale = self.trainer.accumulate_grad_batches / num_tokens.clamp(min=1).to(step.sums["loss"].dtype)
+        # A step without valid tokens has a scale that is not finite, and is skipped: it has no mean.
+        scale = self.trainer.accumulate_grad_batches / num_tokens.to(step.sums["loss"].dtype)
         norm = scale_and_clip(self.built_model.parameters(), scale, clip_norm, self.sum_over_data_ranks)
         if gradient_clip_algorithm == "value" and gradient_clip_val is not None:
             torch.nn.utils.clip_grad_value_(self.built_model.parameters(), gradient_clip_val)
         finite = torch.isfinite(norm)
-        bare = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        skip_step_unless(finite, bare)
+        skip_step_unless(finite, bare, on_device=scaler is None)  # a scaler overwrites what the kernel reads
         self._move_biases(finite)
         self._set_learning_rate(bare)
         skipped = (~finite).to(torch.int64)
@@ -318,9 +345,11 @@ class MoELightningModule(LightningModule):
 
     def on_train_start(self) -> None:
         """Lets the configured optimizer options win over those of a loaded checkpoint."""
-        for group, configured in zip(self.trainer.optimizers[0].param_groups, self._configured_groups, strict=True):
-            group.update(configured)
+        if self._configured_groups:  # none where a subclass makes the optimizer itself
+            for group, configured in zip(self.trainer.optimizers[0].param_groups, self._configured_groups, strict=True):
+                group.update(configured)
         self._clock = StepClock(self.tokens_seen)
+        self._step_sums = StepSums()  # a run that stopped within an accumulation window leaves sums behind
 
     def on_validation_start(self) -> None:
         """Starts the time that throughput leaves out."""
@@ -332,7 +361,7 @@ class MoELightningModule(LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Adds a batch to the means over tokens."""
-        output = self.built_model(**_model_inputs(batch), balance=False, predictions=True)
+        output = self.built_model(**_model_inputs(batch), balance=False, **self._depth_options(True, True))
         if self.evaluation is not None:
             self.evaluation.update(output)
 
@@ -396,6 +425,11 @@ def _model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
             "document_ids, position_ids and valid (False for padding)."
         )
     return batch
+
+
+def _initial_seed() -> int:
+    """The seed of ``seed_everything``, or that of PyTorch; Lightning resets the latter where there are processes."""
+    return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
 
 
 def _distributes(strategy: Any) -> bool:

@@ -52,7 +52,8 @@ class GroupedExperts(nn.Module):
         self.first_expert += index * kept
         self.num_experts = kept
         for name, parameter in list(self.named_parameters(recurse=False)):
-            setattr(self, name, nn.Parameter(torch.empty_like(parameter[:kept])))
+            kept_part = torch.empty_like(parameter[:kept])
+            setattr(self, name, nn.Parameter(kept_part, requires_grad=parameter.requires_grad))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -44,7 +44,21 @@ class SafeReader(dcp.FileSystemReader):
 
 
 class _IndexUnpickler(pickle.Unpickler):
+    # Classes one by one: the module of the index has functions too, with which code could be executed.
     _ALLOWED = {
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
         ("collections", "OrderedDict"),
         ("pathlib", "PosixPath"),
         ("pathlib", "WindowsPath"),
@@ -54,12 +68,11 @@ class _IndexUnpickler(pickle.Unpickler):
         ("torch.serialization", "_get_layout"),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     }
-    _ALLOWED_MODULE = "torch.distributed.checkpoint.metadata"
 
     def find_class(self, module: str, name: str) -> Any:
-        known = (module, name) in self._ALLOWED or module == self._ALLOWED_MODULE
+        known = (module, name) in self._ALLOWED
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if "." in name or not (known or dtype):
+        if not (known or dtype):
             raise ValueError(f"a checkpoint's .metadata names {module}.{name}, which no checkpoint needs: not loaded.")
         return super().find_class(module, name)
 
@@ -84,7 +97,12 @@ def save_directory(
         optimizers: Optimizers, each with the module whose parameters it has.
         rest: Plain values, equal on all ranks.
         barrier: Waits for all processes.
+
+    Raises:
+        ValueError: The path is a folder with something else in it, which would be lost.
     """
+    if path.is_dir() and not path.is_symlink() and any(path.iterdir()) and not is_checkpoint_directory(path):
+        raise ValueError(f"{path} is a folder that holds something else than a checkpoint; give another name.")
     rank = dist.get_rank() if dist.is_initialized() else 0
     temporary = path.with_name(path.name + ".tmp")
     if rank == 0:
@@ -105,7 +123,8 @@ def save_directory(
 
 
 def _replace(new: Path, path: Path) -> None:
-    old = path.with_name(path.name + ".old.tmp")
+    # A name that `ckpt_path: last` finds, should the process be killed between the two renames.
+    old = path.with_name(f"replaced-{path.name}")
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(old, ignore_errors=True)
         path.rename(old)
@@ -180,7 +199,7 @@ def load_file(
         What else the file holds.
 
     Raises:
-        ValueError: When strict, the file's weights have other names.
+        ValueError: A weight or an optimizer group has another size, or (when strict) the weights have other names.
     """
     checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     stored = checkpoint.pop("state_dict")
@@ -189,6 +208,12 @@ def load_file(
         raise ValueError(
             f"{path} does not fit the model: missing weights {missing or 'none'}, unexpected {unexpected or 'none'}."
         )
+    for name in weights.keys() & stored.keys():
+        if weights[name].shape != stored[name].shape:
+            raise ValueError(
+                f"{path} does not fit the model: {name} has shape {list(stored[name].shape)} there, but the model "
+                f"needs {list(weights[name].shape)}."
+            )
     with torch.no_grad():
         for name in weights.keys() & stored.keys():
             _local(weights[name]).copy_(_part_of(stored[name], weights[name]))
@@ -199,15 +224,27 @@ def load_file(
 
 def _load_numbered_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """Optimizer states by number, as `Optimizer.state_dict` has them; the groups' order gives the parameters."""
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
-        for key, value in saved["state"].get(number, {}).items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                state = torch.zeros_like(parameter, dtype=value.dtype)
-                _local(state).copy_(_part_of(value, state))
-                value = state
-            optimizer.state[parameter][key] = value
+    sizes, saved_sizes = (
+        [len(group["params"]) for group in g] for g in (optimizer.param_groups, saved["param_groups"])
+    )
+    if sizes != saved_sizes:
+        raise ValueError(f"The checkpoint's optimizer has groups of {saved_sizes} parameters, but this one of {sizes}.")
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        for number, parameter in zip(saved_group["params"], group["params"], strict=True):
+            for key, value in saved["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    state = torch.zeros_like(parameter, dtype=value.dtype)
+                    _local(state).copy_(_part_of(value, state))
+                    value = state
+                elif isinstance(value, Tensor):
+                    value = value.to(_device_of_state(key, parameter, group))
+                optimizer.state[parameter][key] = value
+
+
+def _device_of_state(key: str, parameter: Tensor, group: dict[str, Any]) -> torch.device:
+    """Where an optimizer has a state that is not of the parameter's shape: the rule of `Optimizer.load_state_dict`."""
+    on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+    return torch.device("cpu") if on_host else parameter.device
 
 
 def _named_states(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
@@ -236,6 +273,7 @@ def _make_optimizer_state(
     """Makes empty optimizer states as the directory has them; returns them by name, to be filled."""
     optimizer.state.clear()
     names = dict(_named_states(module, optimizer))
+    group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     tensors: dict[str, Tensor] = {}
     for full_name, metadata in stored.items():
         name, _, key = full_name.removeprefix(prefix).rpartition(".")
@@ -245,7 +283,8 @@ def _make_optimizer_state(
         if metadata.size == parameter.shape:
             state = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         else:
-            state = torch.zeros(metadata.size, dtype=dtype)
+            device = _device_of_state(key, parameter, group_of[parameter])
+            state = torch.zeros(metadata.size, dtype=dtype, device=device)
         tensors[f"{name}.{key}"] = optimizer.state[parameter][key] = state
     for full_name, value in plain.get("scalars", {}).items():
         name, _, key = full_name.rpartition(".")

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from typing_extensions import override
 from lightning_moe.models.base import MoEModel
 from lightning_moe.strategies.casting import cast_on_use
 from lightning_moe.strategies.checkpointing import load_directory, load_file, save_directory
+from lightning_moe.strategies.launching import check_launch
+from lightning_moe.strategies.lost_ranks import report_lost_ranks
 from lightning_moe.strategies.mesh import Layout, MoEMesh, resolve_layout
 from lightning_moe.strategies.regions import apply_to_regions
 from lightning_moe.strategies.sharding import shard_model
@@ -63,6 +66,15 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        for name, value, allowed in (
+            ("activation_checkpointing", activation_checkpointing, ("none", "selective", "full")),
+            ("dispatcher", dispatcher, ("auto", "all_to_all")),
+            ("compute_dtype", compute_dtype, ("auto", "float32", "bfloat16")),
+            ("process_group_backend", process_group_backend, (None, "nccl", "gloo", "cpu:gloo,cuda:nccl")),
+        ):
+            if value not in allowed:
+                listed = ", ".join(choice for choice in allowed if choice)
+                raise ValueError(f"trainer.strategy.{name} is {value!r}, but it must be one of {listed}.")
         self.expert_parallel_size = expert_parallel_size
         self.data_parallel_replicate_size = data_parallel_replicate_size
         self.data_parallel_shard_size = data_parallel_shard_size
@@ -76,11 +88,26 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self.mesh: MoEMesh | None = None
 
     @override
+    def _configure_launcher(self) -> None:
+        # The trainer calls this when it is made, before any process group exists.
+        check_launch(self.num_processes, self.num_nodes, self.cluster_environment)
+        super()._configure_launcher()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Names the processes that were lost, where that is why training ends."""
+        report_lost_ranks(exception)
+
+    @override
     def setup_environment(self) -> None:
         """Checks the layout, starts the processes' group, and makes the meshes."""
         # The base class would make a mesh of its own.
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
+        if isinstance(self.precision_plugin, MixedPrecision):
+            # `bf16-mixed`, the only one that reaches this strategy: the same by gathering parameters in bfloat16.
+            self.precision_plugin = Precision()
+            self.compute_dtype = "bfloat16"
         self.layout = self._resolve_layout()
         if self.layout.world_size == 1:
             return  # one process needs no group

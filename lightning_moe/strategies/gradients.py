@@ -63,7 +63,7 @@ def _copies(grad: Tensor) -> int:
     return math.prod(size for size, placement in sizes if isinstance(placement, Replicate))
 
 
-def skip_step_unless(finite: Tensor, optimizer: Optimizer) -> None:
+def skip_step_unless(finite: Tensor, optimizer: Optimizer, *, on_device: bool = True) -> None:
     """Makes the coming step of the optimizer change nothing when ``finite`` is False.
 
     A fused optimizer reads the decision on the device. For others the host has to wait for it, and then the gradients
@@ -72,8 +72,11 @@ def skip_step_unless(finite: Tensor, optimizer: Optimizer) -> None:
     Args:
         finite: A scalar bool tensor, equal on all ranks.
         optimizer: The optimizer.
+        on_device: Whether a fused optimizer may read the decision on the device.
     """
-    if all(group.get("fused") for group in optimizer.param_groups):
+    # A fused SGD that is skipped on the device at its first step keeps momentum that was never initialised.
+    on_device = on_device and not isinstance(optimizer, torch.optim.SGD)
+    if on_device and all(group.get("fused") for group in optimizer.param_groups):
         optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
     elif not bool(finite):
         optimizer.zero_grad(set_to_none=True)

@@ -8,6 +8,7 @@ once in backward, with the choices that the router made in forward.
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -29,12 +30,22 @@ def apply_to_regions(model: MoEModel, activation_checkpointing: ActivationCheckp
         model: The model.
         activation_checkpointing: ``"none"``, ``"selective"`` or ``"full"``.
         compile_regions: Whether to compile; applied before recomputation.
+
+    Raises:
+        TypeError: A block has no method ``attend``, so that its attention would be left out without a word.
     """
-    for _, block in model.blocks():
+    if activation_checkpointing == "none" and not compile_regions:
+        return
+    for name, block in model.blocks():
+        if not callable(getattr(block, "attend", None)):
+            raise TypeError(
+                f"{type(block).__name__} ({name}) must have a method attend() with all that comes before its router: "
+                "the region that activation_checkpointing and compile work on."
+            )
         for owner, method in _compute_regions(block):
             function = getattr(owner, method)
             if compile_regions:
-                function = torch.compile(function)
+                function = _compiled(function)
             if activation_checkpointing != "none" and not _inside_experts(owner, activation_checkpointing):
                 function = _recomputed(function)
             setattr(owner, method, function)
@@ -45,8 +56,7 @@ def apply_to_regions(model: MoEModel, activation_checkpointing: ActivationCheckp
 
 
 def _compute_regions(block: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    if hasattr(block, "attend"):
-        yield block, "attend"
+    yield block, "attend"
     for module in block.modules():
         if isinstance(module, GroupedExperts):
             yield module, "compute"
@@ -57,6 +67,13 @@ def _compute_regions(block: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 def _inside_experts(owner: nn.Module, activation_checkpointing: ActivationCheckpointing) -> bool:
     """Whether a region is part of a larger one that is recomputed."""
     return activation_checkpointing == "full" and isinstance(owner, GroupedExperts)
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    if not isinstance(function, MethodType):
+        return torch.compile(function)
+    # Bound again afterwards, so that a copy of the module computes with its own weights.
+    return MethodType(torch.compile(function.__func__), function.__self__)
 
 
 def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:

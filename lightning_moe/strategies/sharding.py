@@ -98,7 +98,7 @@ def _shard_moe_layer(
 def _mark_as_slices(experts: GroupedExperts, mesh: MoEMesh) -> None:
     for name, parameter in list(experts.named_parameters(recurse=False)):
         whole = DTensor.from_local(parameter.data, mesh.expert_parallel, [Shard(0)], run_check=False)
-        setattr(experts, name, nn.Parameter(whole))
+        setattr(experts, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
 
 
 def _fully_shard(

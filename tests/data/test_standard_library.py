@@ -30,6 +30,13 @@ def test_lists_the_library_without_installed_packages() -> None:
     assert sum(file.stat().st_size for file in files) > 8_000_000
 
 
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match="XDG_CACHE_HOME"):
+        standard_library_store(512, progress_bar=False)
+
+
 def test_is_prepared_once_in_the_cache(few_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = standard_library_store(512, progress_bar=False)
     assert folder == few_files / "lightning-moe" / f"python-{platform.python_version()}-bpe-512"

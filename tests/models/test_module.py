@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -49,6 +50,10 @@ class Rows(Dataset):
 
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1.0)
+
+
+def adamw_fused(params: Any) -> torch.optim.Optimizer:
+    return AdamW(params, lr=1e-2, fused=True)
 
 
 def make_trainer(**kwargs: Any) -> Trainer:
@@ -153,6 +158,79 @@ def test_clipping_applies_to_the_scaled_gradient(algorithm: str) -> None:
     assert trainer.logged_metrics["train/grad_norm"].item() == pytest.approx(norm.item(), rel=1e-6)
     expected = gradient * (limit / (norm + 1e-6)) if algorithm == "norm" else gradient.clamp(-limit, limit)
     torch.testing.assert_close(taken, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clip_value_of_zero_does_not_clip(algorithm: str) -> None:
+    free, zero = DeepSeekV3(CONFIG, sgd), DeepSeekV3(CONFIG, sgd)
+    fit(free, 4, max_steps=1)
+    fit(zero, 4, max_steps=1, gradient_clip_val=0, gradient_clip_algorithm=algorithm)
+    for name, value in weights(free).items():
+        assert torch.equal(weights(zero)[name], value), name
+
+
+def test_a_loss_scaler_changes_neither_norm_nor_clipping_of_a_fused_optimizer() -> None:
+    def norm(**kwargs: Any) -> float:
+        module = DeepSeekV3(CONFIG, lambda params: AdamW(params, lr=1e-3, eps=1e-3, fused=True))
+        trainer = fit(module, 4, max_steps=1, gradient_clip_val=0.01, **kwargs)
+        steps.append(weights(module))
+        return trainer.logged_metrics["train/grad_norm"].item()
+
+    steps: list[dict[str, Tensor]] = []
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaled = norm(plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    assert scaled == pytest.approx(norm(), rel=0.05)
+    # Clipped gradients are far below eps, so that a factor on them would show.
+    for name, value in steps[0].items():
+        torch.testing.assert_close(value, steps[1][name], rtol=0, atol=1e-4, msg=name)
+
+
+class AllIgnored(DeepSeekV3):
+    """Ignores every label of the second optimizer step."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if self.global_step == 1:
+            batch = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_without_valid_tokens_changes_nothing() -> None:
+    snapshots = Snapshots()
+    module = AllIgnored(CONFIG, adamw_fused, balancing=Balancing(0.001, 1.0))
+    fit(module, 2, max_steps=3, callbacks=[snapshots])
+    first, second, third = snapshots.taken
+    for name, value in first.items():
+        assert torch.equal(second[name], value), name
+    assert not torch.equal(third["model.lm_head.weight"], first["model.lm_head.weight"])
+
+
+class OwnOptimizer(DeepSeekV3):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def test_a_subclass_may_make_the_optimizer_itself() -> None:
+    trainer = fit(OwnOptimizer(CONFIG), max_steps=1)
+    assert trainer.logged_metrics["train/lr"].item() == pytest.approx(1e-3)
+
+
+class StopWithinWindow(Callback):
+    """Stops at the second micro-batch."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop = batch_idx == 1
+
+
+def test_a_fit_that_stopped_within_a_window_leaves_nothing_for_the_next() -> None:
+    stopped, fresh = RecordCounts(CONFIG, sgd), RecordCounts(CONFIG, sgd)
+    fit(stopped, 2, max_steps=1, accumulate_grad_batches=4, callbacks=[StopWithinWindow()])
+    assert stopped.tokens_seen == 0
+    fit(stopped, 2, max_steps=1, accumulate_grad_batches=4)
+    fit(fresh, 2, max_steps=1, accumulate_grad_batches=4)
+    assert stopped.tokens_seen == fresh.tokens_seen == 8 * SEQUENCE
+    assert all(torch.equal(a, b) for a, b in zip(stopped.counted[0], fresh.counted[0], strict=True))
+    for name, value in weights(fresh).items():
+        assert torch.equal(weights(stopped)[name], value), name
 
 
 class RecordCounts(DeepSeekV3):
@@ -401,14 +479,38 @@ def test_batch_with_unknown_keys_is_refused() -> None:
         module.validation_step(batch, 0)
 
 
+@pytest.mark.parametrize("value", [-1.0, float("nan")])
+def test_a_clip_value_that_would_reverse_gradients_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match=r"gradient_clip_val is (-1.0|nan), but it must not be negative"):
+        fit(DeepSeekV3(CONFIG, sgd), max_steps=1, gradient_clip_val=value)
+
+
 def test_several_processes_need_a_strategy_that_knows_experts() -> None:
     module = DeepSeekV3(CONFIG)
 
     class FakeTrainer:
         world_size = 2
         strategy = object()
+        gradient_clip_val = None
         datamodule = None
 
     module.trainer = FakeTrainer()  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"2 processes.*ExpertParallelStrategy|ExpertParallelStrategy"):
+        module.setup("fit")
+
+
+def test_a_model_built_for_one_process_is_not_trained_by_several() -> None:
+    module = DeepSeekV3(CONFIG)
+    module.configure_model()
+
+    class FakeStrategy:
+        def assemble(self, model: MoEModel, seed: int) -> None: ...
+
+    class FakeTrainer:
+        world_size = 2
+        strategy = FakeStrategy()
+        datamodule = None
+
+    module.trainer = FakeTrainer()  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"built for 1 process\(es\), but the Trainer has 2"):
         module.setup("fit")

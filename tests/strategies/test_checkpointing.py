@@ -6,9 +6,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_moe import DeepSeekV3
-from lightning_moe.strategies.checkpointing import SafeReader, is_checkpoint_directory
+from lightning_moe.run_directory import find_last_checkpoint
+from lightning_moe.strategies.checkpointing import (
+    SafeReader,
+    _load_numbered_state,
+    _make_optimizer_state,
+    is_checkpoint_directory,
+    load_directory,
+    load_file,
+    save_directory,
+)
 from tests.models.test_module import CONFIG
 from tests.strategies import processes
 from tests.strategies.training import adamw, train
@@ -17,9 +31,7 @@ from tests.strategies.training import adamw, train
 def moments(trainer: Any, model: DeepSeekV3) -> dict[str, torch.Tensor]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     state = trainer.optimizers[0].state
-    return processes.whole(
-        {f"{names[p]}.{key}": value for p, values in state.items() for key, value in values.items()}
-    )
+    return processes.whole({f"{names[p]}.{key}": value for p, values in state.items() for key, value in values.items()})
 
 
 def train_and_save(world_size: int, layout: dict[str, Any] | None, folder: Path, name: str, resume: str | None) -> None:
@@ -107,3 +119,80 @@ def test_an_index_with_foreign_classes_is_not_loaded(tmp_path: Path, capsys: pyt
     with pytest.raises(ValueError, match=r"builtins.print.*not loaded"):
         SafeReader(tmp_path).read_metadata()
     assert "executed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["os", "torch", "dataclass", "field"])
+def test_an_index_names_classes_only_and_no_function_or_module_beside_them(tmp_path: Path, name: str) -> None:
+    # Protocol 0: the global, and nothing else.
+    (tmp_path / ".metadata").write_bytes(f"ctorch.distributed.checkpoint.metadata\n{name}\n.".encode())
+    with pytest.raises(ValueError, match=rf"metadata.{name}.*not loaded"):
+        SafeReader(tmp_path).read_metadata()
+
+
+def load_into_shards(folder: Path) -> None:
+    dist.init_process_group("gloo", rank=processes.rank(), world_size=2)
+    sharded = distribute_tensor(torch.zeros(4, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with pytest.raises(ValueError, match=r"w has shape \[6, 3\] there, but the model needs \[4, 3\]"):
+        load_file(folder / "larger.ckpt", {"w": sharded}, [])
+
+
+def test_a_file_with_a_larger_weight_is_not_cut_to_fit(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"w": torch.ones(6, 3)}}, tmp_path / "larger.ckpt")
+    processes.run(2, load_into_shards, tmp_path)
+
+
+def test_optimizer_groups_of_other_sizes_are_refused() -> None:
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    one = torch.optim.Adam(parameters)
+    two = torch.optim.Adam([{"params": parameters[:2]}, {"params": parameters[2:]}])
+    with pytest.raises(ValueError, match=r"groups of \[3\] parameters, but this one of \[2, 1\]"):
+        _load_numbered_state(two, one.state_dict())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_step_counts_are_made_where_the_optimizer_wants_them(fused: bool) -> None:
+    module = nn.Linear(2, 2, bias=False, device="meta")
+    optimizer = torch.optim.Adam(module.parameters())
+    optimizer.param_groups[0]["fused"] = fused
+    metadata = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([]), [])
+    stored = {"optimizer_0.weight.step": metadata}
+    made = _make_optimizer_state(module, optimizer, stored, "optimizer_0.", {"groups": [{}]})
+    assert made["weight.step"].device.type == ("meta" if fused else "cpu")
+    saved = {"param_groups": [{"params": [0]}], "state": {0: {"step": torch.tensor(3.0)}}}
+    _load_numbered_state(optimizer, saved)
+    assert optimizer.state[module.weight]["step"].device.type == ("meta" if fused else "cpu")
+
+
+def test_a_folder_with_something_else_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("kept")
+    with pytest.raises(ValueError, match=r"mine is a folder that holds something else"):
+        save_directory(tmp_path / "mine", {"w": torch.ones(2)}, [], {}, lambda: None)
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "kept"
+
+
+def test_a_kill_between_the_renames_leaves_a_checkpoint_to_resume_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(value: float) -> None:
+        save_directory(tmp_path / "x.ckpt", {"w": torch.full((2,), value)}, [], {"loops": {}}, lambda: None)
+
+    rename = Path.rename
+
+    def killed(self: Path, target: Path) -> Path:
+        if self.name == "x.ckpt.tmp":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    save(1.0)
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(2.0)
+    monkeypatch.undo()
+    found = find_last_checkpoint(tmp_path)
+    assert found is not None
+    weights = {"w": torch.zeros(2)}
+    load_directory(found, weights, [])
+    assert torch.equal(weights["w"], torch.ones(2))
+    save(3.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.ckpt"]

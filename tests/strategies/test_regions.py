@@ -1,6 +1,8 @@
 """Recomputation repeats what it says and nothing else; compilation makes graphs without breaks."""
 
+import copy
 from collections import Counter
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -110,3 +112,18 @@ def test_compiled_regions_have_no_breaks_and_do_not_recompile(tmp_path: Any) -> 
     assert [breaks for _, breaks in seen] == [0] * 50
     assert graphs[3:] == [graphs[3]] * 47  # routed rows change in each step
     assert norms[:5] == pytest.approx(torch.load(tmp_path / "eager.pt")[:5], rel=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_a_copy_computes_with_its_own_weights(mode: ActivationCheckpointing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    model = DeepSeekV3Model(CONFIG)
+    model.init_weights(3)
+    apply_to_regions(model, mode, compile_regions=True)
+    tokens = torch.randint(0, CONFIG.vocab_size, (2, SEQUENCE + 1))
+    expected = model(tokens[:, :-1], tokens[:, 1:]).loss
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(copied(tokens[:, :-1], tokens[:, 1:]).loss, expected)
