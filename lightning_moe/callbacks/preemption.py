@@ -25,9 +25,9 @@ class Preemption(Callback):
     """Ends training with a checkpoint when one process or more are asked to stop, wherever in training that is.
 
     It takes Ctrl-C, SIGTERM and, where Lightning would requeue a SLURM job, the requeue signal, after which it requeues
-    the job. The handler only takes a note. After a whole optimizer step, or during validation, all processes agree on
-    it, save a checkpoint that ``ckpt_path: last`` finds, and end with 128 and the signal's number: 130 after Ctrl-C,
-    143 after SIGTERM, 138 after SIGUSR1. A second Ctrl-C stops at once.
+    the job. The handler only takes a note. Before the next optimizer step, or (but for Ctrl-C) during validation, all
+    processes agree on it, save a checkpoint that ``ckpt_path: last`` finds, and end with 128 and the signal's number:
+    130 after Ctrl-C, 143 after SIGTERM, 138 after SIGUSR1. A second Ctrl-C stops at once.
 
     Processes agree through a gloo group of their own on one integer of the host. They look at the answer one agreement
     later, so that nothing waits, on the host or on the device; training ends one step after the signal's.
@@ -77,6 +77,9 @@ class Preemption(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # Not at the end of the step before: Lightning logs it, and validates, after the callbacks' hook.
+        if self._between_steps and trainer.global_step % self.every_n_steps == 0:
+            self._stop_if_agreed(trainer)
         self._between_steps = False
 
     @override
@@ -85,8 +88,6 @@ class Preemption(Callback):
     ) -> None:
         self._between_steps = trainer.global_step > self._step_before
         self._step_before = trainer.global_step
-        if self._between_steps and trainer.global_step % self.every_n_steps == 0:
-            self._stop_if_agreed(trainer)
 
     @override
     def on_validation_batch_end(
@@ -99,7 +100,7 @@ class Preemption(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if self._between_steps and trainer.state.fn == TrainerFn.FITTING:
-            self._stop_if_agreed(trainer)
+            self._stop_if_agreed(trainer, validating=True)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -147,9 +148,10 @@ class Preemption(Callback):
         if callable(users_handler):
             users_handler(signum, frame)
 
-    def _stop_if_agreed(self, trainer: Trainer) -> None:
+    def _stop_if_agreed(self, trainer: Trainer, validating: bool = False) -> None:
         agreed = self._agree()
-        if not agreed:
+        # A validation that is left is not made up for on resume: only who cannot wait leaves it.
+        if not agreed or (validating and self._signals[agreed - 1] == signal.SIGINT):
             return
         launcher = trainer.strategy.launcher
         if isinstance(launcher, _SubprocessScriptLauncher):

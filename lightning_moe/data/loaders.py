@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_moe.data.batch_plan import Phase
 from lightning_moe.data.order import SampleOrder
 from lightning_moe.data.store import TokenBlocks
+from lightning_moe.data.worker_signals import outlive_signals
 
 IGNORE_INDEX = -100
 
@@ -65,6 +66,7 @@ def _data_loader(dataset: TokenBatches, batches: Iterator[list[int]], num_worker
         sampler=batches,  # type: ignore[arg-type]  # any iterable of keys serves
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
+        worker_init_fn=outlive_signals,
         # a generator of its own: workers must not take a number from the global one, which dropout uses
         generator=torch.Generator(),
     )

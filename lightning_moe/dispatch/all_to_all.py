@@ -29,6 +29,7 @@ class _Exchange(NamedTuple):
         row_once_TK: The same, but each row of a token stands once: N where an earlier choice has the same row.
         send_splits: Rows sent to each rank.
         receive_splits: Rows received from each rank.
+        received_choices: Choices of experts here that the received rows make.
     """
 
     token_of_sent_N: Tensor
@@ -38,6 +39,7 @@ class _Exchange(NamedTuple):
     row_once_TK: Tensor
     send_splits: list[int]
     receive_splits: list[int]
+    received_choices: int
 
 
 class _State(NamedTuple):
@@ -79,7 +81,7 @@ class AllToAllDispatcher(TokenDispatcher):
             local_ids_NK.to(torch.int32), exchange.send_splits, exchange.receive_splits, self.group
         ).to(torch.int64)
         x_MD, weights_MK = _SendTokens.apply(x_TD, plan.weights_TK, here_NK, exchange, self.group)
-        rows = plan_rows(local_ids_MK, self.num_local_experts, self.alignment)
+        rows = plan_rows(local_ids_MK, self.num_local_experts, self.alignment, num_choices=exchange.received_choices)
         rows_RD, weights_R = permute(x_MD, weights_MK, rows)
         return Dispatched(rows_RD, weights_R, rows.offsets_E, _State(exchange, rows))
 
@@ -97,11 +99,15 @@ class AllToAllDispatcher(TokenDispatcher):
         goes_TW = torch.zeros(tokens, self.group_size + 1, dtype=torch.bool, device=device)
         goes_TW.scatter_(1, destination_TK, True)
         goes_WT = goes_TW[:, : self.group_size].T
-        send_counts_W = goes_WT.sum(dim=1)
-        receive_counts_W = torch.empty_like(send_counts_W)
-        dist.all_to_all_single(receive_counts_W, send_counts_W, group=self.group)
+        choices_W = torch.zeros(self.group_size + 1, dtype=torch.int64, device=device)
+        choices_W.scatter_add_(0, destination_TK.flatten(), torch.ones_like(destination_TK).flatten())
+        send_counts_W2 = torch.stack((goes_WT.sum(dim=1), choices_W[: self.group_size]), dim=1)
+        receive_counts_W2 = torch.empty_like(send_counts_W2)
+        dist.all_to_all_single(receive_counts_W2, send_counts_W2, group=self.group)
         # The one place where the host waits: buffers cannot be sized otherwise.
-        send_splits, receive_splits = torch.stack((send_counts_W, receive_counts_W)).tolist()
+        send_splits, receive_splits, received_choices = torch.stack(
+            (send_counts_W2[:, 0], receive_counts_W2[:, 0], receive_counts_W2[:, 1])
+        ).tolist()
         sent = sum(send_splits)
         # Rows that travel come first, ordered by rank and then by token.
         position_N = (~goes_WT.flatten()).to(torch.uint8).sort(stable=True).indices[:sent]
@@ -118,6 +124,7 @@ class AllToAllDispatcher(TokenDispatcher):
             row_once_TK=row_of_choice_TK.masked_fill(repeated_TK, sent),
             send_splits=send_splits,
             receive_splits=receive_splits,
+            received_choices=sum(received_choices),
         )
 
 

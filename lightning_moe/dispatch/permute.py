@@ -29,7 +29,14 @@ class RowPlan(NamedTuple):
 
 
 @torch.no_grad()
-def plan_rows(indices_TK: Tensor, num_experts: int, alignment: int = 1, *, all_valid: bool = False) -> RowPlan:
+def plan_rows(
+    indices_TK: Tensor,
+    num_experts: int,
+    alignment: int = 1,
+    *,
+    all_valid: bool = False,
+    num_choices: int | None = None,
+) -> RowPlan:
     """Plans the rows in the experts' order, each group padded to the alignment.
 
     The number of rows depends on shapes alone, so nothing waits for the device: T * K, and with an alignment enough
@@ -40,6 +47,7 @@ def plan_rows(indices_TK: Tensor, num_experts: int, alignment: int = 1, *, all_v
         num_experts: Experts ``E``.
         alignment: Rows to whose multiple each group is padded.
         all_valid: Whether it is known that no index is -1.
+        num_choices: How many indices are not -1, where that is known on the host; otherwise as many as there are.
     """
     choices = indices_TK.numel()
     device = indices_TK.device
@@ -54,7 +62,8 @@ def plan_rows(indices_TK: Tensor, num_experts: int, alignment: int = 1, *, all_v
         )
         return RowPlan(row_of_choice.view_as(indices_TK), choice_in_order, ends_E.to(torch.int32), padded)
 
-    rows = -(-(choices + (alignment - 1) * min(num_experts, choices)) // alignment) * alignment
+    present = choices if num_choices is None else num_choices
+    rows = -(-(present + (alignment - 1) * min(num_experts, present)) // alignment) * alignment
     starts_E = F.pad(ends_E[:-1], (1, 0))
     counts_E = ends_E - starts_E
     aligned_ends_E = ((counts_E + alignment - 1) // alignment * alignment).cumsum(0)

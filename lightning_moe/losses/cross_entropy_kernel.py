@@ -25,7 +25,7 @@ def _cross_entropy_kernel(  # type: ignore[no-untyped-def]  # Triton reads annot
 ):
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row)
-    valid = label >= 0
+    valid = (label >= 0) & (label < vocabulary)
     start_ptr = logits_ptr + row * row_stride
     label_logit = tl.load(start_ptr + tl.where(valid, label, 0)).to(tl.float32)
 
@@ -42,7 +42,9 @@ def _cross_entropy_kernel(  # type: ignore[no-untyped-def]  # Triton reads annot
         new_largest = tl.maximum(largest, block_largest)
         total = total * tl.exp(largest - new_largest) + tl.sum(tl.exp(logits - new_largest), axis=0)
         largest = new_largest
-    tl.store(losses_ptr + row, tl.where(valid, tl.log(total) + largest - label_logit, 0.0))
+    # A label that no row of the head belongs to must not pass for an ignored one.
+    ignored = tl.where(label == -100, 0.0, float("nan"))
+    tl.store(losses_ptr + row, tl.where(valid, tl.log(total) + largest - label_logit, ignored))
     if WITH_PREDICTIONS:
         tl.store(predictions_ptr + row, prediction)
 
@@ -64,7 +66,8 @@ def cross_entropy_in_place(
 
     Args:
         logits_TV: Logits, contiguous; overwritten when a gradient is wanted.
-        labels_T: Targets, int64; a negative one is ignored: its loss and gradient are 0.
+        labels_T: Targets, int64; -100 is ignored: its loss and gradient are 0. The loss of any other label that is
+            not in the vocabulary is NaN.
         with_gradient: Whether to overwrite the logits with the gradient.
         predictions_T: Filled with the most likely token, int64; ``None`` when it is not wanted.
 

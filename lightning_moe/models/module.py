@@ -92,6 +92,7 @@ class MoELightningModule(LightningModule):
         self._skipped_steps: Tensor | None = None
         self._clock = StepClock()
         self._processes_built_for = 1
+        self._assembled_by: Any = None
 
     # What a subclass provides
 
@@ -128,6 +129,9 @@ class MoELightningModule(LightningModule):
                 f"{type(self).__name__} needs a strategy that knows experts.\n"
                 "On one device: --trainer.devices 1; several need lightning_moe's ExpertParallelStrategy."
             )
+        if self.model is not None and _distributes(trainer.strategy) and self._assembled_by is None:
+            trainer.strategy.adopt(self.model)  # one process: the model is whole, with the weights it was given
+            self._assembled_by = trainer.strategy
         clip = trainer.gradient_clip_val
         if clip is not None and not clip >= 0:
             raise ValueError(
@@ -152,6 +156,7 @@ class MoELightningModule(LightningModule):
         strategy: Any = self._trainer.strategy if self._trainer is not None else None
         if _distributes(strategy):
             self.sum_over_data_ranks = strategy.assemble(model, _initial_seed())
+            self._assembled_by = strategy
         else:
             model.to_empty(device=device)
             model.init_weights(_initial_seed())
@@ -268,9 +273,12 @@ class MoELightningModule(LightningModule):
         for group, configured in zip(optimizer.param_groups, self._configured_groups, strict=True):
             group["lr"] = configured["lr"] * multiplier
 
+    @property
+    def _data_ranks(self) -> int:
+        return (self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+
     def _window_positions(self) -> int:
-        data_ranks = (self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
-        return self._step_sums.positions * data_ranks
+        return self._step_sums.positions * self._data_ranks
 
     def optimizer_step(
         self,
@@ -311,6 +319,13 @@ class MoELightningModule(LightningModule):
             name: value if name == "grad_norm" else self.sum_over_data_ranks(value) for name, value in step.sums.items()
         }
         num_tokens = sums["num_tokens"]
+        positions = self.sum_over_data_ranks(torch.tensor(step.positions, device=num_tokens.device))
+        if int(positions) != step.positions * self._data_ranks:
+            raise ValueError(
+                f"The processes read different numbers of tokens in one optimizer step ({step.positions} here, "
+                f"{int(positions)} in all {self._data_ranks}), so that schedules in tokens would part.\n"
+                "Give all processes batches of one shape; mask what is not there with labels of -100 and valid=False."
+            )
         values: dict[str, Any] = {
             "train/loss": sums["loss"] / num_tokens,
             "train/total_loss": sums["total_loss"] / num_tokens,

@@ -264,13 +264,19 @@ def _optimizer_state(module: nn.Module, optimizer: Optimizer) -> tuple[dict[str,
             else:
                 scalars[f"{name}.{key}"] = value
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return tensors, {"scalars": scalars, "groups": groups}
+    return tensors, {"class": type(optimizer).__name__, "scalars": scalars, "groups": groups}
 
 
 def _make_optimizer_state(
     module: nn.Module, optimizer: Optimizer, stored: dict[str, Any], prefix: str, plain: dict[str, Any]
 ) -> dict[str, Tensor]:
     """Makes empty optimizer states as the directory has them; returns them by name, to be filled."""
+    saved_class, groups = plain.get("class"), plain.get("groups", [])
+    if saved_class not in (None, type(optimizer).__name__) or len(groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"The checkpoint's optimizer is a {saved_class} with {len(groups)} parameter groups, but this one is a "
+            f"{type(optimizer).__name__} with {len(optimizer.param_groups)}; a run keeps its optimizer."
+        )
     optimizer.state.clear()
     names = dict(_named_states(module, optimizer))
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
@@ -290,7 +296,7 @@ def _make_optimizer_state(
         name, _, key = full_name.rpartition(".")
         if name in names:
             optimizer.state[names[name]][key] = value
-    for group, saved in zip(optimizer.param_groups, plain.get("groups", []), strict=True):
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update(saved)
     return tensors
 

@@ -58,7 +58,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         data_parallel_shard_size: int | Literal["auto"] = "auto",
         reshard_after_forward: bool = True,
         activation_checkpointing: Literal["none", "selective", "full"] = "none",
-        compile: bool = False,  # noqa: A002 - the name that torch has for it
+        compile: bool = False,
         dispatcher: Literal["auto", "all_to_all"] = "auto",
         compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         reduce_every_micro_batch: bool = True,
@@ -151,14 +151,14 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         Returns:
             A function that sums a tensor over all processes that read data.
         """
-        apply_to_regions(model, self.activation_checkpointing, self.compile)
+        seed = self.broadcast(seed)  # copies of the model must not differ
         compute_dtype = self._resolve_compute_dtype()
         if self.mesh is None:
             model.to_empty(device=self.root_device)
             model.init_weights(seed)
-            if compute_dtype is not None:
-                cast_on_use(model, compute_dtype)
+            self.adopt(model)
             return _identity
+        apply_to_regions(model, self.activation_checkpointing, self.compile)
         shard_model(
             model,
             self.mesh,
@@ -168,6 +168,13 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             reshard_after_forward=self.reshard_after_forward,
         )
         return self.mesh.sum_over_data_ranks
+
+    def adopt(self, model: MoEModel) -> None:
+        """Applies regions and compute dtype to a model that one process holds whole, with its weights as they are."""
+        apply_to_regions(model, self.activation_checkpointing, self.compile)
+        compute_dtype = self._resolve_compute_dtype()
+        if compute_dtype is not None:
+            cast_on_use(model, compute_dtype)
 
     def _resolve_compute_dtype(self) -> torch.dtype | None:
         if self.compute_dtype == "auto":
@@ -201,6 +208,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         # FSDP2 cannot train parameters that it has gathered in inference mode.
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             loop.inference_mode = False
+        for module in self.lightning_module.modules() if self.lightning_module is not None else ():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # an evaluation before has left the root's parameters gathered
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

@@ -24,9 +24,7 @@ def run(world_size: int, function: Callable[..., Any], *args: Any) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.start_processes(
-        _worker, args=(world_size, port, function, args), nprocs=world_size, start_method="forkserver"
-    )
+    mp.start_processes(_worker, args=(world_size, port, function, args), nprocs=world_size, start_method="forkserver")
 
 
 def _worker(rank: int, world_size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

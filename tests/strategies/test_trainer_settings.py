@@ -143,8 +143,6 @@ def test_model_checkpoint_keeps_directories_and_links_the_last(tmp_path: Path) -
     assert loaded.tokens_seen == 4 * 2 * 16
 
 
-
-
 @pytest.mark.parametrize(
     ("strategy", "devices", "message"),
     [

@@ -92,7 +92,9 @@ def train(
     return trainer, model, list(norms.by_step.values())
 
 
-def train_and_keep(world_size: int, layouts: list[dict[str, Any] | None], folder: Path, options: dict[str, Any]) -> None:
+def train_and_keep(
+    world_size: int, layouts: list[dict[str, Any] | None], folder: Path, options: dict[str, Any]
+) -> None:
     """Trains under several layouts, one after the other, and keeps the weights and the norms of each."""
     for number, layout in enumerate(layouts):
         trainer, model, norms = train(world_size, layout, **options)

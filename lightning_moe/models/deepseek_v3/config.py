@@ -334,9 +334,12 @@ def _yarn_from_json(rope: dict[str, Any], path: Path) -> dict[str, Any] | None:
         return None
     if kind != "yarn":
         raise ValueError(f"{path}: rope_scaling.type is {kind!r}, but DeepSeek-V3 has 'yarn' or none.")
+    names = {field.name for field in fields(YarnScaling)}
+    unknown = set(rope) - names - {"rope_theta", "rope_type"}
+    if unknown:
+        raise ValueError(f"{path}: rope_scaling has unknown keys {', '.join(sorted(unknown))}.")
     # Keys that are absent from the file mean 0 for these two, not the values of DeepSeek-V3.
     values: dict[str, Any] = {"mscale": 0.0, "mscale_all_dim": 0.0}
-    names = {field.name for field in fields(YarnScaling)}
     values.update({key: value for key, value in rope.items() if key in names and value is not None})
     values["type"] = "yarn"
     return values
