@@ -205,6 +205,13 @@ class MoECLI(LightningCLI):
         if not brings_cluster_environment(config):
             config["devices"], config["num_nodes"] = choose_devices(config["devices"], config["num_nodes"])
         trainer = super()._instantiate_trainer(config, callbacks)
+        if trainer.world_size > 1 and not callable(getattr(trainer.strategy, "assemble", None)):
+            # The module checks this too, but only in each of the processes.
+            raise UsageError(
+                f"trainer.strategy: {type(trainer.strategy).__name__} with {trainer.world_size} devices would train "
+                "each on gradients of its own.\n"
+                "Give --trainer.strategy expert_parallel, or --trainer.devices 1."
+            )
         if type(trainer.strategy.checkpoint_io) is run_directory.TorchCheckpointIO:
             trainer.strategy.checkpoint_io = run_directory.AtomicCheckpointIO()
         return trainer

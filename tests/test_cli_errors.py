@@ -154,3 +154,11 @@ def test_name_field() -> None:
     assert name_field("n_group is 3, but", keys) == "model.config.n_group is 3, but"
     assert name_field("data.path: no", keys) == "data.path: no"
     assert name_field("other is 3", keys) == "other is 3"
+
+
+def test_several_devices_need_a_strategy_that_knows_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["fit", *arguments(tmp_path), "--trainer.accelerator=cpu", "--trainer.devices=4"]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "4 devices would train each on gradients of its own" in error
+    assert "--trainer.strategy expert_parallel" in error

@@ -59,11 +59,12 @@ class MoEModel(nn.Module, ABC):
         document_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         valid: Tensor | None = None,
-        mtp: bool = True,
         balance: bool = True,
-        predictions: bool = False,
     ) -> MoEModelOutput:
         """Runs the model to sums of losses, or to logits when there are no labels.
+
+        A model with multi-token prediction takes two more: ``mtp``, whether to run its depths, and ``predictions``,
+        whether to count their correct and accepted predictions.
 
         Args:
             input_ids: Tokens ``(B, S)``, int64.
@@ -72,10 +73,7 @@ class MoEModel(nn.Module, ABC):
                 own document. ``None`` makes each row one document.
             position_ids: Positions ``(B, S)`` or ``(S,)``, int64; 0 to S - 1 by default.
             valid: Bool ``(B, S)``, False for padding at the end of rows; ``None`` when there is none.
-            mtp: Whether to run the multi-token-prediction depths; given only to models that have any, as is
-                ``predictions``.
             balance: Whether to compute the balance loss.
-            predictions: Whether to count correct and accepted predictions of the depths.
         """
 
     def moe_layers(self) -> Iterator[tuple[str, MoELayer]]:

@@ -26,7 +26,7 @@ def cast_on_use(model: nn.Module, dtype: torch.dtype) -> None:
             continue
         names = [name for name, parameter in module.named_parameters(recurse=False) if parameter.dtype != dtype]
         if names:
-            module.__class__ = _casting_class(type(module), tuple(names), dtype)
+            module.__class__ = _casting_class(type(module), tuple(names), dtype)  # type: ignore[arg-type]
 
 
 @functools.cache

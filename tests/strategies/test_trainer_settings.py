@@ -106,7 +106,7 @@ def test_precision_under_fsdp2(tmp_path: Path) -> None:
     ids=str,
 )
 def test_settings_that_work(settings: dict[str, Any], tmp_path: Path) -> None:
-    logger = {"logger": True} if "callbacks" in settings else {}
+    logger: dict[str, Any] = {"logger": True} if "callbacks" in settings else {}
     module = DeepSeekV3(CONFIG, adamw)
     trainer = fit(module, default_root_dir=tmp_path, **logger, **settings)
     assert trainer.state.finished
@@ -173,10 +173,13 @@ def test_sizes_are_checked_before_process_groups_exist(
 
     monkeypatch.setattr("lightning.pytorch.strategies.model_parallel._init_dist_connection", no_group)
     monkeypatch.setenv("LOCAL_RANK", "0")  # as a launcher does: no processes are started from here
-    with pytest.raises(ValueError, match=message):
-        made = ExpertParallelStrategy(**strategy)
-        trainer = make_trainer(devices=devices, strategy=made, max_steps=1)
+
+    def start() -> None:
+        trainer = make_trainer(devices=devices, strategy=ExpertParallelStrategy(**strategy), max_steps=1)
         trainer.fit(DeepSeekV3(CONFIG, adamw), DataLoader(Rows(8), batch_size=2))
+
+    with pytest.raises(ValueError, match=message):
+        start()
 
 
 def test_modules_of_others_are_refused() -> None:

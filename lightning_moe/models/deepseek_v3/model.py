@@ -88,7 +88,18 @@ class DeepSeekV3Model(MoEModel):
         balance: bool = True,
         predictions: bool = False,
     ) -> MoEModelOutput:
-        """Runs the model to sums of losses, or to logits when there are no labels; see the base class."""
+        """Runs the model to sums of losses, or to logits when there are no labels; see the base class.
+
+        Args:
+            input_ids: See the base class, as for all that is not named here.
+            labels: See the base class.
+            document_ids: See the base class.
+            position_ids: See the base class.
+            valid: See the base class.
+            mtp: Whether to run the multi-token-prediction depths.
+            balance: See the base class.
+            predictions: Whether to count correct and accepted predictions of the depths.
+        """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
         embedded_BSD = self.embed_tokens(input_ids)
