@@ -45,11 +45,14 @@ def count_routed(indices_BSK: Tensor, n_routed_experts: int) -> Tensor:
         Counts ``(B, E)``, int64.
     """
     batch = indices_BSK.shape[0]
-    # A column more than there are experts takes the -1.
-    columns = indices_BSK.flatten(1) % (n_routed_experts + 1)
-    counts = torch.zeros(batch, n_routed_experts + 1, dtype=torch.int64, device=indices_BSK.device)
-    counts.scatter_add_(1, columns, torch.ones_like(columns))
-    return counts[:, :n_routed_experts]
+    # A column more than there are experts takes the -1. Flat, because PyTorch can add to one dimension alone in a
+    # deterministic way on CUDA.
+    width = n_routed_experts + 1
+    rows = torch.arange(batch, device=indices_BSK.device)[:, None] * width
+    cells = (indices_BSK.flatten(1) % width + rows).flatten()
+    counts = torch.zeros(batch * width, dtype=torch.int64, device=indices_BSK.device)
+    counts.scatter_add_(0, cells, torch.ones_like(cells))
+    return counts.view(batch, width)[:, :n_routed_experts]
 
 
 def sequence_balance_loss(
