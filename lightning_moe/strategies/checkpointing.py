@@ -9,7 +9,9 @@ tensors, so it is given none.
 
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -113,7 +115,8 @@ def save_directory(
     plain: dict[str, Any] = {}
     for index, (module, optimizer) in enumerate(optimizers):
         tensors[f"optimizer_{index}"], plain[f"optimizer_{index}"] = _optimizer_state(module, optimizer)
-    dcp.save(tensors, checkpoint_id=temporary, no_dist=not dist.is_initialized())
+    with _quiet():
+        dcp.save(tensors, checkpoint_id=temporary, no_dist=not dist.is_initialized())
     if rank == 0:
         torch.save({**rest, "optimizers": plain}, temporary / META_FILE)
     barrier()
@@ -166,7 +169,8 @@ def load_directory(
     for index, (module, optimizer) in enumerate(optimizers):
         key = f"optimizer_{index}"
         tensors[key] = _make_optimizer_state(module, optimizer, stored, f"{key}.", plain.get(key, {}))
-    dcp.load(tensors, storage_reader=SafeReader(path), no_dist=not dist.is_initialized())
+    with _quiet():
+        dcp.load(tensors, storage_reader=SafeReader(path), no_dist=not dist.is_initialized())
     return cast(dict[str, Any], rest)
 
 
@@ -180,7 +184,8 @@ def read_whole(path: Path) -> dict[str, Any]:
         for name, stored in _stored_tensors(path).items()
         if name.startswith(prefix)
     }
-    dcp.load({"state_dict": weights}, storage_reader=SafeReader(path), no_dist=True)
+    with _quiet():
+        dcp.load({"state_dict": weights}, storage_reader=SafeReader(path), no_dist=True)
     return {**rest, "state_dict": weights}
 
 
@@ -299,6 +304,14 @@ def _make_optimizer_state(
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update(saved)
     return tensors
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hides that torch.distributed.checkpoint works in one process, which it warns of although it was told so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:

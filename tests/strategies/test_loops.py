@@ -1,5 +1,6 @@
 """Several processes skip, validate and resume together, and give what one process gives."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,15 @@ from tests.models.test_module import CONFIG, SEQUENCE, make_trainer
 from tests.strategies import processes
 from tests.strategies.training import Rows, adamw
 
+SMALL = replace(CONFIG, vocab_size=258)
+
 
 class PoisonOneRank(DeepSeekV3):
     """In the second optimizer step the gradient of one process is not finite."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.history: list[Any] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -31,7 +38,6 @@ class PoisonOneRank(DeepSeekV3):
 def poisoned(folder: Path) -> None:
     seed_everything(11, verbose=False)
     module = PoisonOneRank(CONFIG, adamw)
-    module.history: list[Any] = []  # type: ignore[misc]
     strategy = ExpertParallelStrategy(expert_parallel_size=2)
     trainer = make_trainer(devices=2, strategy=strategy, max_steps=3, use_distributed_sampler=False)
     trainer.fit(module, DataLoader(Rows(2, 8), batch_size=4))
@@ -70,9 +76,6 @@ def train(world_size: int, layout: dict[str, Any] | None, store: Path, folder: P
     loss = trainer.validate(module, datamodule=data(store), verbose=False)[0]["val/loss"]
     trainer.save_checkpoint(resumed)
     processes.save(folder / f"{name}.pt", (processes.whole(module.state_dict()), loss, module.tokens_seen))
-
-
-SMALL = CONFIG.__class__(**{**CONFIG.__dict__, "vocab_size": 258})
 
 
 @pytest.fixture(scope="module")
