@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -16,45 +16,22 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from lightning_moe import run_directory
+from lightning_moe.argument_parser import MoEArgumentParser
 from lightning_moe.callbacks.interrupt import EXIT_STATUS, TrainingInterrupted
 from lightning_moe.callbacks.preemption import Preemption
 from lightning_moe.callbacks.progress_bar import TokenProgressBar
 from lightning_moe.callbacks.run_checkpoint import RunCheckpoint
 from lightning_moe.callbacks.run_table import RunTable
-from lightning_moe.config_loader import PARSER_MODE, command_folder, expand_arguments
+from lightning_moe.config_loader import command_folder, expand_arguments
 from lightning_moe.console_noise import quiet_console
 from lightning_moe.models.module import MoELightningModule
 from lightning_moe.strategies.launching import brings_cluster_environment, choose_devices, is_requeued
 from lightning_moe.tools import TOOLS, tool_function
-from lightning_moe.usage_errors import UsageError, close_names, explain, name_field, shorten
+from lightning_moe.usage_errors import UsageError, explain, name_field, shorten
 
 DEFAULT_SEED = 1337
 DEFAULT_RUN = "runs/default"
 _USER_ERRORS = (ValueError, MisconfigurationException, FileNotFoundError, ModuleNotFoundError, NotImplementedError)
-
-
-class MoEArgumentParser(LightningArgumentParser):
-    """Lightning's parser with errors of a few lines."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"parser_mode": PARSER_MODE, **kwargs})
-
-    @override
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if not self.exit_on_error:
-            super().error(message, ex)
-        commands = getattr(self, "_subcommands_action", None)
-        if commands is not None:
-            names = list(commands.choices)
-            command = next((argument for argument in self.args if argument in names), None)
-            given = next((argument for argument in self.args if not argument.startswith("-")), None)
-            if command is None and given is not None:
-                close = close_names(given, names) or names
-                raise UsageError(f"{given}: there is no such command.\nDid you mean {' or '.join(close)}?") from ex
-            if command is None:
-                raise UsageError(f"Which command? {', '.join(names)}; more with --help.") from ex
-            raise UsageError(shorten(explain(message, commands.choices[command]))) from ex
-        raise UsageError(shorten(explain(message, self))) from ex
 
 
 class SaveRunConfig(SaveConfigCallback):

@@ -1,4 +1,4 @@
-"""What a validation or test run adds up, and the values that it logs."""
+"""The values that are logged: of a training step from its sums, of an evaluation from what it added up."""
 
 from typing import cast
 
@@ -51,13 +51,46 @@ class Evaluation(nn.Module):
             values[f"{stage}/mtp_loss_{depth}"] = cast(TokenMean, mean).compute()
             cast(TokenMean, mean).reset()
         if self.mtp_accuracy is not None:
-            values.update(mtp_values(stage, self.mtp_accuracy))
+            values.update(_mtp_values(stage, self.mtp_accuracy))
         if self.expert_load is not None:
-            values.update(load_values(stage, self.expert_load))
+            values.update(_load_values(stage, self.expert_load))
         return values
 
 
-def mtp_values(stage: str, metric: MTPAccuracy) -> dict[str, Tensor]:
+def step_values(sums: dict[str, Tensor], expert_counts: list[Tensor]) -> dict[str, Tensor]:
+    """Returns the values of a training step by logged name.
+
+    Args:
+        sums: :class:`~lightning_moe.models.step_sums.StepSums` by name, already summed over all ranks.
+        expert_counts: Tokens of each expert, likewise, one tensor for each MoE layer.
+    """
+    num_tokens = sums["num_tokens"]
+    values = {
+        "train/loss": sums["loss"] / num_tokens,
+        "train/total_loss": sums["total_loss"] / num_tokens,
+        "train/grad_norm": sums["grad_norm"],
+    }
+    if "balance_loss" in sums:
+        values["train/balance_loss"] = sums["balance_loss"] / num_tokens
+    if "mtp_losses" in sums:
+        for depth, loss in enumerate((sums["mtp_losses"] / sums["mtp_num_tokens"]).unbind(), start=1):
+            values[f"train/mtp_loss_{depth}"] = loss
+    # Metrics are made anew: a step without multi-token prediction has fewer layers and depths.
+    if "mtp_correct" in sums:
+        accuracy = MTPAccuracy(sums["mtp_correct"].numel()).to(num_tokens.device)
+        accuracy.sync_on_compute = False  # summed over ranks already
+        accuracy.update(sums["mtp_correct"], sums["mtp_num_tokens"], sums["mtp_accepted"])
+        values.update(_mtp_values("train", accuracy))
+    if expert_counts:
+        counts = torch.stack(expert_counts)
+        load = ExpertLoad(*counts.shape).to(counts.device)
+        load.sync_on_compute = False
+        load.update(counts)
+        values.update(_load_values("train", load))
+    return values
+
+
+def _mtp_values(stage: str, metric: MTPAccuracy) -> dict[str, Tensor]:
     """Returns the metric's values by logged name, and resets it."""
     computed = metric.compute()
     metric.reset()
@@ -68,7 +101,7 @@ def mtp_values(stage: str, metric: MTPAccuracy) -> dict[str, Tensor]:
     }
 
 
-def load_values(stage: str, metric: ExpertLoad) -> dict[str, Tensor]:
+def _load_values(stage: str, metric: ExpertLoad) -> dict[str, Tensor]:
     """Returns the metric's values by logged name, and resets it."""
     computed = metric.compute()
     metric.reset()

@@ -15,9 +15,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_moe.metrics import ExpertLoad, MTPAccuracy
 from lightning_moe.models.base import MoEModel, MoEModelOutput
-from lightning_moe.models.evaluation import Evaluation, load_values, mtp_values
+from lightning_moe.models.evaluation import Evaluation, step_values
 from lightning_moe.models.step_clock import StepClock
 from lightning_moe.models.step_sums import StepSums
 from lightning_moe.moe.balance import Balancing, update_selection_bias
@@ -318,8 +317,7 @@ class MoELightningModule(LightningModule):
         sums = {
             name: value if name == "grad_norm" else self.sum_over_data_ranks(value) for name, value in step.sums.items()
         }
-        num_tokens = sums["num_tokens"]
-        positions = self.sum_over_data_ranks(torch.tensor(step.positions, device=num_tokens.device))
+        positions = self.sum_over_data_ranks(torch.tensor(step.positions, device=sums["num_tokens"].device))
         if int(positions) != step.positions * self._data_ranks:
             raise ValueError(
                 f"The processes read different numbers of tokens in one optimizer step ({step.positions} here, "
@@ -327,30 +325,11 @@ class MoELightningModule(LightningModule):
                 "Give all processes batches of one shape; mask what is not there with labels of -100 and valid=False."
             )
         values: dict[str, Any] = {
-            "train/loss": sums["loss"] / num_tokens,
-            "train/total_loss": sums["total_loss"] / num_tokens,
-            "train/grad_norm": sums["grad_norm"],
+            **step_values(sums, step.expert_counts),
             "train/skipped_steps": float(self._skipped_steps) if self._skipped_steps is not None else 0.0,
             "train/lr": self.trainer.optimizers[0].param_groups[0]["lr"],
             "train/tokens_seen": float(self.tokens_seen),
         }
-        if "balance_loss" in sums:
-            values["train/balance_loss"] = sums["balance_loss"] / num_tokens
-        if "mtp_losses" in sums:
-            for depth, loss in enumerate((sums["mtp_losses"] / sums["mtp_num_tokens"]).unbind(), start=1):
-                values[f"train/mtp_loss_{depth}"] = loss
-        # Metrics are made anew: a step without multi-token prediction has fewer layers and depths.
-        if "mtp_correct" in sums:
-            accuracy = MTPAccuracy(sums["mtp_correct"].numel()).to(num_tokens.device)
-            accuracy.sync_on_compute = False  # summed over ranks already
-            accuracy.update(sums["mtp_correct"], sums["mtp_num_tokens"], sums["mtp_accepted"])
-            values.update(mtp_values("train", accuracy))
-        if step.expert_counts:
-            counts = torch.stack(step.expert_counts)
-            load = ExpertLoad(*counts.shape).to(counts.device)
-            load.sync_on_compute = False
-            load.update(counts)
-            values.update(load_values("train", load))
         tokens_per_second = self._clock.tokens_per_second()
         if tokens_per_second is not None:
             values["train/tokens_per_second"] = tokens_per_second

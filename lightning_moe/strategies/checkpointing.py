@@ -159,11 +159,8 @@ def load_directory(
     rest = torch.load(path / META_FILE, map_location="cpu", weights_only=True)
     stored = _stored_tensors(path)
     names = {name.removeprefix("state_dict.") for name in stored if name.startswith("state_dict.")}
-    if strict and names != set(weights):
-        missing, unexpected = sorted(set(weights) - names)[:3], sorted(names - set(weights))[:3]
-        raise ValueError(
-            f"{path} does not fit the model: missing weights {missing or 'none'}, unexpected {unexpected or 'none'}."
-        )
+    if strict:
+        _check_names(path, set(weights), names)
     tensors: dict[str, Any] = {"state_dict": {name: tensor for name, tensor in weights.items() if name in names}}
     plain = rest.pop("optimizers", {})
     for index, (module, optimizer) in enumerate(optimizers):
@@ -172,6 +169,14 @@ def load_directory(
     with _quiet():
         dcp.load(tensors, storage_reader=SafeReader(path), no_dist=not dist.is_initialized())
     return cast(dict[str, Any], rest)
+
+
+def _check_names(path: Path, wanted: set[str], stored: set[str]) -> None:
+    if wanted != stored:
+        missing, unexpected = sorted(wanted - stored)[:3], sorted(stored - wanted)[:3]
+        raise ValueError(
+            f"{path} does not fit the model: missing weights {missing or 'none'}, unexpected {unexpected or 'none'}."
+        )
 
 
 def read_whole(path: Path) -> dict[str, Any]:
@@ -208,11 +213,8 @@ def load_file(
     """
     checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     stored = checkpoint.pop("state_dict")
-    if strict and set(stored) != set(weights):
-        missing, unexpected = sorted(set(weights) - set(stored))[:3], sorted(set(stored) - set(weights))[:3]
-        raise ValueError(
-            f"{path} does not fit the model: missing weights {missing or 'none'}, unexpected {unexpected or 'none'}."
-        )
+    if strict:
+        _check_names(path, set(weights), set(stored))
     for name in weights.keys() & stored.keys():
         if weights[name].shape != stored[name].shape:
             raise ValueError(

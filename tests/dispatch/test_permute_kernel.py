@@ -38,4 +38,6 @@ print("equal")
 def test_kernels_equal_the_plain_path() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     result = subprocess.run([sys.executable, "-c", _CHECK], env=environment, capture_output=True, text=True)
+    if "active drivers" in result.stderr:
+        pytest.skip("this version of Triton needs a driver even to interpret")
     assert result.stdout.strip() == "equal", result.stderr[-2000:]

@@ -43,4 +43,6 @@ print("equal")
 def test_kernel_equals_cross_entropy_in_float64() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     result = subprocess.run([sys.executable, "-c", _CHECK], env=environment, capture_output=True, text=True)
+    if "active drivers" in result.stderr:
+        pytest.skip("this version of Triton needs a driver even to interpret")
     assert result.stdout.strip() == "equal", result.stderr[-2000:]
