@@ -298,7 +298,7 @@ class MoECLI(LightningCLI):
                 + f"\nStart another run with --trainer.default_root_dir {_other_run(run_dir)}"
             )
         for change in changes:
-            _say(f"changed since the last run: {change.key} {change.saved} -> {change.present}")
+            _say(f"changed since the last run: {change.key} {_in_yaml(change.saved)} -> {_in_yaml(change.present)}")
 
     def _check_clipping(self) -> None:
         # Lightning takes any number, and a negative one turns the gradients round: the loss rises
@@ -393,6 +393,10 @@ def main(args: Sequence[str] | None = None) -> int:
 def _say(line: str) -> None:
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
+
+
+def _in_yaml(value: Any) -> str:
+    return "null" if value is None else str(value)
 
 
 def _write(path: Path, text: str) -> None:

@@ -124,10 +124,12 @@ def test_a_run_that_is_restarted(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert _names(run) == before
 
     # Other settings take effect and are named
-    assert main([*command, "--trainer.max_steps=7", "--model.optimizer.lr=5e-4"]) == 0
+    changed = ["--trainer.max_steps=7", "--model.optimizer.lr=5e-4", "--trainer.gradient_clip_val=1.0"]
+    assert main([*command, *changed]) == 0
     out = capfd.readouterr().err
     assert "changed since the last run: model.optimizer.lr 0.001 -> 0.0005" in out
     assert "changed since the last run: trainer.max_steps 5 -> 7" in out
+    assert "changed since the last run: trainer.gradient_clip_val null -> 1.0" in out
     assert re.search(r"resumed from +│ .*step=5.ckpt", out.replace("\n", ""))
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_steps"] == 7
     last = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
