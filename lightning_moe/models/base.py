@@ -137,11 +137,12 @@ class MoEModel(nn.Module, ABC):
             take. Multi-token prediction, which is dropped after training, counts as ``mtp`` apart from both.
         """
         total = sum(p.numel() for p in self.parameters())
-        idle = sum(_idle_parameters(layer) for _, layer in self.moe_layers())
+        idle = sum(idle_parameters(layer) for _, layer in self.moe_layers())
         return {"total": total, "activated": total - idle, "mtp": 0}
 
 
-def _idle_parameters(layer: MoELayer) -> int:
+def idle_parameters(layer: MoELayer) -> int:
+    """Parameters of the routed experts that one token does not take."""
     routed = sum(p.numel() for p in layer.experts.parameters())
     return routed - routed * layer.router.num_experts_per_tok // layer.router.n_routed_experts
 

@@ -91,7 +91,7 @@ class MoELightningModule(LightningModule):
         self._skipped_steps: Tensor | None = None
         self._clock = StepClock()
         self._processes_built_for = 1
-        self._assembled_by: Any = None
+        self._assembled = False
 
     # What a subclass provides
 
@@ -128,9 +128,9 @@ class MoELightningModule(LightningModule):
                 f"{type(self).__name__} needs a strategy that knows experts.\n"
                 "On one device: --trainer.devices 1; several need lightning_moe's ExpertParallelStrategy."
             )
-        if self.model is not None and _distributes(trainer.strategy) and self._assembled_by is None:
+        if self.model is not None and _distributes(trainer.strategy) and not self._assembled:
             trainer.strategy.adopt(self.model)  # one process: the model is whole, with the weights it was given
-            self._assembled_by = trainer.strategy
+            self._assembled = True
         clip = trainer.gradient_clip_val
         if clip is not None and not clip >= 0:
             raise ValueError(
@@ -155,7 +155,7 @@ class MoELightningModule(LightningModule):
         strategy: Any = self._trainer.strategy if self._trainer is not None else None
         if _distributes(strategy):
             self.sum_over_data_ranks = strategy.assemble(model, _initial_seed())
-            self._assembled_by = strategy
+            self._assembled = True
         else:
             model.to_empty(device=device)
             model.init_weights(_initial_seed())

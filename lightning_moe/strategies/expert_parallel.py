@@ -21,7 +21,7 @@ from lightning_moe.strategies.casting import cast_on_use
 from lightning_moe.strategies.checkpointing import load_directory, load_file, save_directory
 from lightning_moe.strategies.launching import check_launch
 from lightning_moe.strategies.lost_ranks import report_lost_ranks
-from lightning_moe.strategies.mesh import Layout, MoEMesh, resolve_layout
+from lightning_moe.strategies.mesh import Layout, MoEMesh, resolve_layout, sum_over_processes
 from lightning_moe.strategies.regions import apply_to_regions
 from lightning_moe.strategies.sharding import shard_model
 
@@ -152,7 +152,6 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             A function that sums a tensor over all processes that read data.
         """
         seed = self.broadcast(seed)  # copies of the model must not differ
-        compute_dtype = self._resolve_compute_dtype()
         if self.mesh is None:
             model.to_empty(device=self.root_device)
             model.init_weights(seed)
@@ -164,10 +163,10 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             self.mesh,
             self.root_device,
             seed,
-            compute_dtype=compute_dtype,
+            compute_dtype=self._resolve_compute_dtype(),
             reshard_after_forward=self.reshard_after_forward,
         )
-        return self.mesh.sum_over_data_ranks
+        return sum_over_processes
 
     def adopt(self, model: MoEModel) -> None:
         """Applies regions and compute dtype to a model that one process holds whole, with its weights as they are."""

@@ -127,8 +127,9 @@ class MoEMesh:
         """Mesh of the processes that hold different experts."""
         return self.expert["ep"]
 
-    def sum_over_data_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of a tensor over all processes."""
-        summed = tensor.clone()
-        dist.all_reduce(summed)
-        return summed
+
+def sum_over_processes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of a tensor over all processes; each of them reads data of its own."""
+    summed = tensor.clone()
+    dist.all_reduce(summed)
+    return summed

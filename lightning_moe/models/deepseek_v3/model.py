@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_moe.losses.linear_cross_entropy import IGNORE_INDEX, CrossEntropy, linear_cross_entropy
 from lightning_moe.losses.mtp import shift_sequence, shift_valid, within_documents
 from lightning_moe.metrics.mtp_accuracy import count_mtp_hits
-from lightning_moe.models.base import MoEModel, MoEModelOutput
+from lightning_moe.models.base import MoEModel, MoEModelOutput, idle_parameters
 from lightning_moe.models.deepseek_v3.attention import document_mask
 from lightning_moe.models.deepseek_v3.block import Block
 from lightning_moe.models.deepseek_v3.config import DeepSeekV3Config
@@ -68,12 +68,9 @@ class DeepSeekV3Model(MoEModel):
 
     def parameter_counts(self) -> dict[str, int]:
         """Counts parameters without multi-token prediction, which is counted apart; see the base class."""
-        counts = super().parameter_counts()
         mtp = sum(p.numel() for p in self.mtp_layers.parameters())
-        main_moe = [layer for name, layer in self.moe_layers() if name.startswith("layers.")]
-        main = counts["total"] - mtp
-        routed = sum(p.numel() for layer in main_moe for p in layer.experts.parameters())
-        idle = routed - routed * self.config.num_experts_per_tok // self.config.n_routed_experts
+        main = sum(p.numel() for p in self.parameters()) - mtp
+        idle = sum(idle_parameters(layer) for name, layer in self.moe_layers() if name.startswith("layers."))
         return {"total": main, "activated": main - idle, "mtp": mtp}
 
     def forward(
