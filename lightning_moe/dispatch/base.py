@@ -42,6 +42,32 @@ class TokenDispatcher(ABC):
         self.num_experts = num_experts
         self.alignment = alignment
 
+    def prepare(  # noqa: B027 - nothing to check without rules
+        self, hidden_size: int, num_experts_per_tok: int, max_tokens: int | None = None
+    ) -> None:
+        """Checks shapes before training, and learns what communication buffers are sized by.
+
+        A strategy calls it on all ranks of the group; a dispatcher with rules or buffers of its own overrides it.
+
+        Args:
+            hidden_size: Width ``D`` of a token.
+            num_experts_per_tok: Experts ``K`` per token.
+            max_tokens: Most tokens of one rank in a dispatch, equal on all ranks; ``None`` where it is not known.
+
+        Raises:
+            ValueError: The dispatcher cannot take a shape; the message names the rule.
+        """
+
+    def close(self) -> None:  # noqa: B027 - nothing to do without buffers
+        """Frees communication buffers; called before the process group ends, also after an exception.
+
+        A later dispatch may make them anew.
+        """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TokenDispatcher":
+        # A copy of a model talks to the same group; neither group nor buffers can be copied.
+        return self
+
     @abstractmethod
     def dispatch(self, x_TD: Tensor, plan: RoutingPlan) -> Dispatched:
         """Brings each token to the experts that the plan chose for it; an index of -1 goes nowhere."""

@@ -35,6 +35,7 @@ class GroupedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
+        self.hidden_size = hidden_size
         self.initializer_range = initializer_range
         self.first_expert = first_expert
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * moe_intermediate_size, hidden_size))

@@ -16,9 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_moe.dispatch.base import TokenDispatcher
+from lightning_moe.dispatch.local import LocalDispatcher
 from lightning_moe.models.base import MoEModel
-from lightning_moe.strategies.casting import cast_on_use
+from lightning_moe.precision.casting import cast_on_use
 from lightning_moe.strategies.checkpointing import load_directory, load_file, save_directory
+from lightning_moe.strategies.dispatchers import DispatcherCallable, DispatcherName, distribute_experts
 from lightning_moe.strategies.launching import check_launch
 from lightning_moe.strategies.lost_ranks import report_lost_ranks
 from lightning_moe.strategies.mesh import Layout, MoEMesh, resolve_layout, sum_over_processes
@@ -40,7 +43,8 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         activation_checkpointing: ``"none"``; ``"selective"`` recomputes attention, expert computation and
             feed-forwards in backward, but neither routes nor sends tokens again; ``"full"`` also dispatches once more.
         compile: Whether to compile the same regions with ``torch.compile``.
-        dispatcher: ``"all_to_all"``, or ``"auto"`` for the fastest that runs here.
+        dispatcher: What moves tokens where experts are spread: ``"all_to_all"``, or ``"auto"`` for the fastest that
+            runs here; or a dispatcher class, in YAML with its settings as ``class_path`` and ``init_args``.
         compute_dtype: ``"auto"`` computes in bfloat16 over float32 master weights on CUDA, and otherwise in the
             parameters' own dtype; ``"float32"`` is full float32 anywhere.
         reduce_every_micro_batch: Whether gradients are reduced after each micro-batch. Without, they are reduced once
@@ -59,7 +63,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         reshard_after_forward: bool = True,
         activation_checkpointing: Literal["none", "selective", "full"] = "none",
         compile: bool = False,
-        dispatcher: Literal["auto", "all_to_all"] = "auto",
+        dispatcher: DispatcherName | DispatcherCallable = "auto",
         compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         reduce_every_micro_batch: bool = True,
         process_group_backend: str | None = None,
@@ -72,6 +76,8 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             ("compute_dtype", compute_dtype, ("auto", "float32", "bfloat16")),
             ("process_group_backend", process_group_backend, (None, "nccl", "gloo", "cpu:gloo,cuda:nccl")),
         ):
+            if name == "dispatcher" and callable(value):
+                continue
             if value not in allowed:
                 listed = ", ".join(choice for choice in allowed if choice)
                 raise ValueError(f"trainer.strategy.{name} is {value!r}, but it must be one of {listed}.")
@@ -86,6 +92,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self.reduce_every_micro_batch = reduce_every_micro_batch
         self.layout = Layout(1, 1, 1)
         self.mesh: MoEMesh | None = None
+        self.dispatchers: list[TokenDispatcher] = []
 
     @override
     def _configure_launcher(self) -> None:
@@ -133,7 +140,8 @@ class ExpertParallelStrategy(ModelParallelStrategy):
     @property
     def dispatcher_name(self) -> str:
         """What moves tokens, for the table at the start of a run."""
-        return "all_to_all" if self.layout.expert_parallel_size > 1 else "local"
+        names = {type(dispatcher).__name__ for dispatcher in self.dispatchers}
+        return ", ".join(sorted(names)) or LocalDispatcher.__name__
 
     @property
     @override
@@ -157,6 +165,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             model.init_weights(seed)
             self.adopt(model)
             return _identity
+        self.dispatchers = distribute_experts(model, self.mesh, self.dispatcher, self._max_tokens())
         apply_to_regions(model, self.activation_checkpointing, self.compile)
         shard_model(
             model,
@@ -167,6 +176,12 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             reshard_after_forward=self.reshard_after_forward,
         )
         return sum_over_processes
+
+    def _max_tokens(self) -> int | None:
+        """Most tokens of this process in a forward pass, where the data module tells."""
+        data: Any = getattr(self.lightning_module.trainer, "datamodule", None) if self.lightning_module else None
+        sizes = getattr(data, "micro_batch_size", None), getattr(data, "sequence_length", None)
+        return sizes[0] * sizes[1] if isinstance(sizes[0], int) and isinstance(sizes[1], int) else None
 
     def adopt(self, model: MoEModel) -> None:
         """Applies regions and compute dtype to a model that one process holds whole, with its weights as they are."""
@@ -250,6 +265,13 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             self._named_optimizers(),
             strict=self.lightning_module.strict_loading,
         )
+
+    @override
+    def teardown(self) -> None:
+        """Frees communication buffers, while their process groups exist."""
+        for dispatcher in self.dispatchers:
+            dispatcher.close()
+        super().teardown()
 
     def _named_optimizers(self) -> list[tuple[nn.Module, Optimizer]]:
         assert self.lightning_module is not None

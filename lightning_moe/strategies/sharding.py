@@ -10,8 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_moe.dispatch.all_to_all import AllToAllDispatcher
-from lightning_moe.dispatch.local import LocalDispatcher
 from lightning_moe.models.base import MoEModel, init_own_weights
 from lightning_moe.moe.experts import GroupedExperts
 from lightning_moe.moe.layer import MoELayer
@@ -29,6 +27,8 @@ def shard_model(
 ) -> None:
     """Shards a model in place and gives it its initial weights, which do not depend on the mesh.
 
+    Experts have been spread over the expert-parallel group before, by :func:`distribute_experts`.
+
     Gradients are summed over processes, never averaged: losses are sums, and the training module divides them once.
 
     Args:
@@ -45,8 +45,6 @@ def shard_model(
         reduce_dtype=None if compute_dtype is None else torch.float32,
         cast_forward_inputs=False,
     )
-    for _, layer in model.moe_layers():
-        _distribute_experts(layer, mesh)
     unwrapped: set[nn.Parameter] = set()
     for name, block in model.blocks():
         _materialise(block, name, device, seed)
@@ -57,17 +55,6 @@ def shard_model(
     _materialise(model, "", device, seed)
     # Embedding, head and final norm are used at both ends of the step: kept from forward to backward.
     _fully_shard(model, mesh.dense_shards, policy, reshard_after_forward=False, ignored=unwrapped)
-
-
-def _distribute_experts(layer: MoELayer, mesh: MoEMesh) -> None:
-    group = mesh.expert_parallel
-    experts = layer.experts
-    alignment = layer.dispatcher.alignment
-    if group.size() == 1:
-        layer.dispatcher = LocalDispatcher(experts.num_experts, alignment)
-        return
-    layer.dispatcher = AllToAllDispatcher(experts.num_experts, group.get_group(), alignment)
-    experts.keep_slice(group.get_local_rank(), group.size())
 
 
 def _materialise(module: nn.Module, name: str, device: torch.device, seed: int) -> None:

@@ -5,7 +5,7 @@ import copy
 import torch
 
 from lightning_moe.models.deepseek_v3 import DeepSeekV3Model
-from lightning_moe.strategies.casting import cast_on_use
+from lightning_moe.precision.casting import cast_on_use
 from tests.models.test_module import CONFIG, SEQUENCE
 
 
