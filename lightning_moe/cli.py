@@ -381,8 +381,9 @@ def main(args: Sequence[str] | None = None) -> int:
         if isinstance(end.__context__, KeyboardInterrupt):
             return EXIT_STATUS
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-    except (UsageError, *_USER_ERRORS) as error:
-        if debug or not (isinstance(error, UsageError) or not _in_a_step(error)):
+    except (UsageError, FloatingPointError, *_USER_ERRORS) as error:
+        says_all = isinstance(error, (UsageError, FloatingPointError))
+        if debug or not (says_all or not _in_a_step(error)):
             raise
         sys.stderr.write(f"error: {shorten(str(error))}\n")
         return 2

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_moe import DeepSeekV3, DeepSeekV3Config, TokenDataModule
+from lightning_moe import DeepSeekV3, DeepSeekV3Config, ExpertParallelStrategy, TokenDataModule
 from lightning_moe.cli import MoECLI, main
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
@@ -20,8 +20,9 @@ def test_config_equals_its_preset(path: Path) -> None:
     written = yaml.safe_load(path.read_text())
     assert list(written["model"]["init_args"]["config"]) == [field.name for field in fields(DeepSeekV3Config)]
     # These belong to the machine and to overlays
-    assert not {"strategy", "precision", "devices", "num_nodes", "plugins"} & set(written["trainer"])
+    assert not {"precision", "devices", "num_nodes", "plugins"} & set(written["trainer"])
     cli: Any = MoECLI(args=[f"--config={path}"], run=False)
+    assert isinstance(cli.trainer.strategy, ExpertParallelStrategy)
     assert isinstance(cli.model, DeepSeekV3)
     assert cli.model.config == DeepSeekV3Config.preset(path.stem)
     assert isinstance(cli.datamodule, TokenDataModule)

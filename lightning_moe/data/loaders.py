@@ -89,6 +89,8 @@ class TrainLoader:
         num_workers: Worker processes.
     """
 
+    equal_on_all_ranks = True
+
     def __init__(
         self,
         dataset: TokenBatches,
@@ -145,6 +147,8 @@ class ValidationLoader:
         num_ranks: Number of data ranks.
         num_workers: Worker processes.
     """
+
+    equal_on_all_ranks = True
 
     def __init__(
         self, dataset: TokenBatches, micro_batch_size: int, rank: int, num_ranks: int, num_workers: int

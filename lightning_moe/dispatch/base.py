@@ -16,13 +16,13 @@ class Dispatched(NamedTuple):
 
     Args:
         rows_RD: Rows ordered by local expert; each group is padded with zero rows to the alignment.
-        weights_R: Routing weight of each row, differentiable; 0 for padding.
+        weights_R: Routing weight of each row, differentiable; 0 for padding. ``None`` once the experts have applied it.
         offsets_e: End of each expert's rows, int32; the last one is R, so that no row is uninitialised.
         state: What the dispatcher needs to bring the rows back.
     """
 
     rows_RD: Tensor
-    weights_R: Tensor
+    weights_R: Tensor | None
     offsets_e: Tensor
     state: Any
 
@@ -74,4 +74,7 @@ class TokenDispatcher(ABC):
 
     @abstractmethod
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        """Returns ``(T, D)``: for each token the sum of its experts' rows times their weights."""
+        """Returns ``(T, D)``: for each token the sum of its experts' rows times their weights.
+
+        Rows that have been weighted before come with ``weights_R`` of ``None``, and are summed as they are.
+        """

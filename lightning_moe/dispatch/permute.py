@@ -89,12 +89,19 @@ def permute(x_TD: Tensor, weights_TK: Tensor, plan: RowPlan) -> tuple[Tensor, Te
     return rows_RD, weights_R
 
 
-def unpermute(y_RD: Tensor, weights_R: Tensor, plan: RowPlan) -> Tensor:
+def unpermute(y_RD: Tensor, weights_R: Tensor | None, plan: RowPlan) -> Tensor:
     """Sums for each token its rows times their weights, in at least float32.
+
+    Args:
+        y_RD: The rows.
+        weights_R: Weight of each row; ``None`` for rows that have been weighted before.
+        plan: Where the rows stand.
 
     Returns:
         ``(T, D)`` in the rows' dtype, differentiable in rows and weights.
     """
+    if weights_R is None:
+        return _Sum.apply(y_RD, plan)
     return _Unpermute.apply(y_RD, weights_R, plan)
 
 
@@ -148,6 +155,22 @@ class _Permute(torch.autograd.Function):
         grad_x = sum_rows(grad_rows_RD.contiguous(), row_of_choice_TK, ctx.padded)
         grad_weights = take_rows(grad_weights_R, row_of_choice_TK.flatten(), ctx.padded).view_as(row_of_choice_TK)
         return grad_x, grad_weights, None
+
+
+class _Sum(torch.autograd.Function):
+    """Rows that are weighted already; nothing but indices has to be kept for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, plan: RowPlan) -> Tensor:
+        ctx.save_for_backward(plan.choice_of_row_R)
+        ctx.top_k = plan.row_of_choice_TK.shape[1]
+        ctx.padded = plan.padded
+        return sum_rows(y_RD, plan.row_of_choice_TK, plan.padded)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (choice_of_row_R,) = ctx.saved_tensors
+        return take_rows(grads[0], choice_of_row_R // ctx.top_k, ctx.padded), None
 
 
 class _Unpermute(torch.autograd.Function):

@@ -104,7 +104,7 @@ def _add_outer(total_VD: Tensor, grad_logits_TV: Tensor, hidden_TD: Tensor) -> N
     if total_VD.dtype == hidden_TD.dtype:
         total_VD.addmm_(grad_logits_TV.T, hidden_TD)
     elif total_VD.device.type == "cuda":
-        total_VD += torch.mm(grad_logits_TV.T, hidden_TD, out_dtype=total_VD.dtype)
+        torch.addmm(total_VD, grad_logits_TV.T, hidden_TD, out_dtype=total_VD.dtype, out=total_VD)
     else:
         total_VD += grad_logits_TV.T @ hidden_TD
 

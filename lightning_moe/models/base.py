@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_moe.models.flops import active_matmul_parameters, idle_parameters
 from lightning_moe.moe.layer import MoELayer
 
 
@@ -140,11 +141,17 @@ class MoEModel(nn.Module, ABC):
         idle = sum(idle_parameters(layer) for _, layer in self.moe_layers())
         return {"total": total, "activated": total - idle, "mtp": 0}
 
+    def flops_per_token(self, sequence_length: int, *, mtp: bool = True) -> float:
+        """Floating-point operations of training on one token, forward and backward; recomputation is not counted.
 
-def idle_parameters(layer: MoELayer) -> int:
-    """Parameters of the routed experts that one token does not take."""
-    routed = sum(p.numel() for p in layer.experts.parameters())
-    return routed - routed * layer.router.num_experts_per_tok // layer.router.n_routed_experts
+        6 for each matrix element that the token is multiplied by. Override it to add what attention costs, which
+        parameters do not tell; :mod:`lightning_moe.models.flops` has the formula.
+
+        Args:
+            sequence_length: Tokens of a row.
+            mtp: Whether multi-token prediction runs, for a model that has it.
+        """
+        return 6.0 * active_matmul_parameters(self)
 
 
 def init_own_weights(module: nn.Module, seed: int, name: str) -> None:

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -65,6 +65,8 @@ class MoELightningModule(LightningModule):
         balancing: How the load of the experts is kept even.
         mtp_loss_weight: Weight lambda of the multi-token-prediction loss: ``{from this token: value}`` or one number.
             The mean over depths is multiplied by it.
+        nonfinite_gradients: What happens when the norm of a step is not finite, on all processes together: ``"skip"``
+            goes on with the next step, ``"stop"`` ends training with an error at the next logged step.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class MoELightningModule(LightningModule):
         schedule: TokenSchedule | None = None,
         balancing: Balancing = Balancing(),  # noqa: B008 - frozen
         mtp_loss_weight: dict[float, float] | float = {0: 0.3, 10e12: 0.1},  # noqa: B006 - never changed
+        nonfinite_gradients: Literal["skip", "stop"] = "skip",
     ) -> None:
         super().__init__()
         check_token_value("mtp_loss_weight", mtp_loss_weight, minimum=0.0)
@@ -80,6 +83,9 @@ class MoELightningModule(LightningModule):
         self.schedule = schedule
         self.balancing = Balancing(**balancing) if isinstance(balancing, dict) else balancing
         self.mtp_loss_weight = mtp_loss_weight
+        if nonfinite_gradients not in ("skip", "stop"):
+            raise ValueError(f"nonfinite_gradients is {nonfinite_gradients!r}, but it must be skip or stop.")
+        self.nonfinite_gradients = nonfinite_gradients
         self.model: MoEModel | None = None
         self.evaluation: Evaluation | None = None
         self.tokens_seen = 0
@@ -89,7 +95,8 @@ class MoELightningModule(LightningModule):
         self._resolved_schedule: ResolvedTokenSchedule | None = None
         self._configured_groups: list[dict[str, Any]] = []
         self._skipped_steps: Tensor | None = None
-        self._clock = StepClock()
+        # Measures the time of training, without what is left out of its speed.
+        self.clock = StepClock(self.device)
         self._processes_built_for = 1
         self._assembled = False
 
@@ -127,6 +134,12 @@ class MoELightningModule(LightningModule):
                 f"trainer.strategy is {type(trainer.strategy).__name__} with {trainer.world_size} processes, but "
                 f"{type(self).__name__} needs a strategy that knows experts.\n"
                 "On one device: --trainer.devices 1; several need lightning_moe's ExpertParallelStrategy."
+            )
+        if not self.automatic_optimization:
+            raise ValueError(
+                f"automatic_optimization of {type(self).__name__} is False, but gradients are summed over tokens and "
+                "scaled, clipped and checked once per step, which manual optimization would leave out.\n"
+                "Set it to True; different rules for different parameters are parameter groups of one optimizer."
             )
         if self.model is not None and _distributes(trainer.strategy) and not self._assembled:
             trainer.strategy.adopt(self.model)  # one process: the model is whole, with the weights it was given
@@ -186,6 +199,16 @@ class MoELightningModule(LightningModule):
         """Counts parameters; see :meth:`MoEModel.parameter_counts`."""
         return self.built_model.parameter_counts()
 
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Counts floating-point operations of training as it is now; see :meth:`MoEModel.flops_per_token`.
+
+        Args:
+            sequence_length: Tokens of a row.
+        """
+        mtp = value_at(self.mtp_loss_weight, self.tokens_seen) > 0
+        depths = self.moe_shape().num_nextn_predict_layers
+        return self.built_model.flops_per_token(sequence_length, **({"mtp": mtp} if depths else {}))
+
     def configure_optimizers(self) -> Optimizer:
         """Makes the optimizer of the model's parameters."""
         optimizer = self.optimizer_factory(self.built_model.parameters())
@@ -241,8 +264,12 @@ class MoELightningModule(LightningModule):
         # Lightning has divided each micro-batch by accumulate_grad_batches, however many the window really has.
         # A step without valid tokens has a scale that is not finite, and is skipped: it has no mean.
         scale = self.trainer.accumulate_grad_batches / num_tokens.to(step.sums["loss"].dtype)
-        norm = scale_and_clip(self.built_model.parameters(), scale, clip_norm, self.sum_over_data_ranks)
-        if gradient_clip_algorithm == "value" and gradient_clip_val is not None:
+        by_value = gradient_clip_algorithm == "value" and gradient_clip_val is not None
+        norm = scale_and_clip(
+            self.built_model.parameters(), scale, clip_norm, self.sum_over_data_ranks, None if by_value else bare
+        )
+        if by_value:
+            assert gradient_clip_val is not None
             torch.nn.utils.clip_grad_value_(self.built_model.parameters(), gradient_clip_val)
         finite = torch.isfinite(norm)
         skip_step_unless(finite, bare, on_device=scaler is None)  # a scaler overwrites what the kernel reads
@@ -290,7 +317,6 @@ class MoELightningModule(LightningModule):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         optimizer.zero_grad(set_to_none=True)
         self.tokens_seen += self._window_positions()
-        self._clock.step_done(self.tokens_seen)
 
     # Logging and validation
 
@@ -303,6 +329,10 @@ class MoELightningModule(LightningModule):
         trainer: Any = self.trainer
         return max(trainer.log_every_n_steps, 1)
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Ends the time that throughput leaves out after a checkpoint."""
+        self.clock.resume()
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs a finished optimizer step, and starts the sums of the next."""
         step = self._step_sums
@@ -311,7 +341,6 @@ class MoELightningModule(LightningModule):
         self._step_sums = StepSums()
         if self.global_step % self._log_interval == 0:
             self._log_step(step)
-        self._clock.resume()
 
     def _log_step(self, step: StepSums) -> None:
         sums = {
@@ -330,28 +359,41 @@ class MoELightningModule(LightningModule):
             "train/lr": self.trainer.optimizers[0].param_groups[0]["lr"],
             "train/tokens_seen": float(self.tokens_seen),
         }
-        tokens_per_second = self._clock.tokens_per_second()
+        tokens_per_second = self.clock.tokens_per_second(self.tokens_seen)
         if tokens_per_second is not None:
             values["train/tokens_per_second"] = tokens_per_second
         shown = {"train/loss", "train/tokens_per_second"}
         for name, value in values.items():
             self.log(name, value, on_step=True, on_epoch=False, prog_bar=name in shown, batch_size=1)
+        self._stop_if_skipped()
+
+    def _stop_if_skipped(self) -> None:
+        if self.nonfinite_gradients == "stop" and self._skipped_steps is not None and int(self._skipped_steps):
+            raise FloatingPointError(
+                f"The gradients of {int(self._skipped_steps)} of the steps up to {self.global_step} were not finite, "
+                "and nonfinite_gradients is stop.\nThese steps changed nothing; go on from the last checkpoint with a "
+                "lower learning rate, or with nonfinite_gradients: skip."
+            )
+
+    def on_train_end(self) -> None:
+        """Ends with an error where steps since the last logged one had to be skipped and that is not allowed."""
+        self._stop_if_skipped()
 
     def on_train_start(self) -> None:
         """Lets the configured optimizer options win over those of a loaded checkpoint."""
         if self._configured_groups:  # none where a subclass makes the optimizer itself
             for group, configured in zip(self.trainer.optimizers[0].param_groups, self._configured_groups, strict=True):
                 group.update(configured)
-        self._clock = StepClock(self.tokens_seen)
+        self.clock = StepClock(self.device, self.tokens_seen)
         self._step_sums = StepSums()  # a run that stopped within an accumulation window leaves sums behind
 
     def on_validation_start(self) -> None:
         """Starts the time that throughput leaves out."""
-        self._clock.pause()
+        self.clock.pause()
 
     def on_validation_end(self) -> None:
         """Ends the time that throughput leaves out."""
-        self._clock.resume()
+        self.clock.resume()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Adds a batch to the means over tokens."""
@@ -394,7 +436,8 @@ class MoELightningModule(LightningModule):
             return super().load_from_checkpoint(file, *args, **kwargs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Saves the number of tokens seen."""
+        """Saves the number of tokens seen; what follows until the next batch is left out of throughput."""
+        self.clock.pause()
         checkpoint["tokens_seen"] = self.tokens_seen
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

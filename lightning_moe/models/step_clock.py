@@ -2,41 +2,64 @@
 
 import time
 
+import torch
+
 
 class StepClock:
-    """Tokens per second between two readings, without validation and without what callbacks do after a step.
+    """Tokens per second between two readings, without validation, checkpoints and what else is left out.
+
+    The host runs ahead of the device, so its time is that of the training only where it has waited for the device. It
+    does so here at readings, where logged values are read anyway, and where something begins or ends that is left out.
 
     Args:
+        device: Device that trains.
         tokens_seen: Tokens seen when the clock starts.
     """
 
-    def __init__(self, tokens_seen: int = 0) -> None:
-        self._tokens_read = self._tokens = tokens_seen
+    def __init__(self, device: torch.device, tokens_seen: int = 0) -> None:
+        self._device = device
+        self._tokens_read = tokens_seen
+        self._speed: float | None = None
         self._seconds = 0.0
         self._since: float | None = time.perf_counter()
 
     def pause(self) -> None:
-        """Stops counting time."""
+        """Stops counting time until :meth:`resume`."""
         if self._since is not None:
-            self._seconds += time.perf_counter() - self._since
+            self._seconds += self._now() - self._since
             self._since = None
 
     def resume(self) -> None:
         """Goes on counting time."""
         if self._since is None:
-            self._since = time.perf_counter()
+            self._since = self._now()
 
-    def step_done(self, tokens_seen: int) -> None:
-        """Takes note of a finished optimizer step, and stops counting time until :meth:`resume`.
+    def restart(self, tokens_seen: int) -> None:
+        """Forgets the time and the tokens so far.
 
         Args:
-            tokens_seen: Tokens seen after the step.
+            tokens_seen: Tokens seen until now.
         """
-        self._tokens = tokens_seen
-        self.pause()
+        self._tokens_read, self._speed, self._seconds, self._since = tokens_seen, None, 0.0, self._now()
 
-    def tokens_per_second(self) -> float | None:
-        """Returns the speed since the last reading, or ``None`` when no time has passed."""
-        tokens, seconds = self._tokens - self._tokens_read, self._seconds
-        self._tokens_read, self._seconds = self._tokens, 0.0
-        return tokens / seconds if seconds > 0 else None
+    def tokens_per_second(self, tokens_seen: int) -> float | None:
+        """Returns the speed since the last reading, or ``None`` when there was nothing since the last start.
+
+        At the same number of tokens it is the same reading, whoever asks.
+
+        Args:
+            tokens_seen: Tokens seen until now.
+        """
+        if tokens_seen == self._tokens_read:
+            return self._speed
+        if self._since is not None:
+            now = self._now()
+            self._seconds, self._since = self._seconds + now - self._since, now
+        self._speed = (tokens_seen - self._tokens_read) / self._seconds if self._seconds > 0 else None
+        self._tokens_read, self._seconds = tokens_seen, 0.0
+        return self._speed
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_moe.moe.feed_forward import swiglu
 from lightning_moe.moe.grouped_mm import grouped_mm
+from lightning_moe.moe.swiglu_mm import swiglu_grouped_mm
 
 
 class GroupedExperts(nn.Module):
@@ -69,23 +70,31 @@ class GroupedExperts(nn.Module):
             base_seed += 2**31
 
     def grouped_mm(self, a_RK: Tensor, b_eKN: Tensor, offsets_e: Tensor) -> Tensor:
-        """The multiplication; precision plugins replace it. See :func:`grouped_mm`."""
+        """The multiplication; precision plugins replace it, for both projections. See :func:`grouped_mm`."""
         return grouped_mm(a_RK, b_eKN, offsets_e)
 
-    def forward(self, rows_RD: Tensor, offsets_e: Tensor) -> Tensor:
-        """Applies each expert to its rows.
+    def forward(self, rows_RD: Tensor, offsets_e: Tensor, weights_R: Tensor | None = None) -> Tensor:
+        """Applies each expert to its rows, and weights what comes out.
 
         Args:
             rows_RD: Rows, ordered by expert.
             offsets_e: End of each expert's rows, int32; the last one is R.
+            weights_R: Routing weight of each row, at least float32; ``None`` for 1.
         """
         gate_up_proj, down_proj = (_here(w).to(rows_RD.dtype) for w in (self.gate_up_proj, self.down_proj))
-        return self.compute(rows_RD, gate_up_proj, down_proj, offsets_e)
+        return self.compute(rows_RD, gate_up_proj, down_proj, offsets_e, weights_R)
 
-    def compute(self, rows_RD: Tensor, gate_up_proj: Tensor, down_proj: Tensor, offsets_e: Tensor) -> Tensor:
-        """The region of expert computation, on plain tensors."""
+    def compute(
+        self, rows_RD: Tensor, gate_up_proj: Tensor, down_proj: Tensor, offsets_e: Tensor, weights_R: Tensor | None
+    ) -> Tensor:
+        """The region of expert computation, on plain tensors.
+
+        The weights are applied before the last multiplication, which is linear in each row.
+        """
         gate_up = self.grouped_mm(rows_RD, gate_up_proj.transpose(1, 2), offsets_e)
-        return self.grouped_mm(swiglu(gate_up), down_proj.transpose(1, 2), offsets_e)
+        if type(self).grouped_mm is GroupedExperts.grouped_mm and "grouped_mm" not in self.__dict__:
+            return swiglu_grouped_mm(gate_up, weights_R, down_proj.transpose(1, 2), offsets_e)
+        return self.grouped_mm(swiglu(gate_up, weights_R), down_proj.transpose(1, 2), offsets_e)
 
 
 def _here(weight: Tensor) -> Tensor:

@@ -22,10 +22,12 @@ class Linear(nn.Linear):
         nn.init.normal_(self.weight, std=self.initializer_range)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of the two halves of the last dimension."""
+def swiglu(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
+    """``silu(gate) * up`` of the two halves of the last dimension, times a weight for each row where there are some."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    if weights is None:
+        return F.silu(gate) * up
+    return (F.silu(gate) * up * weights[..., None]).to(gate_up.dtype)
 
 
 class GatedMLP(nn.Module):

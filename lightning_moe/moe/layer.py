@@ -89,4 +89,6 @@ class MoELayer(nn.Module):
     def apply_experts(self, x_TD: Tensor, plan: RoutingPlan) -> Tensor:
         """The region behind the router: dispatch, expert computation, combine."""
         dispatched = self.dispatcher.dispatch(x_TD, plan)
-        return self.dispatcher.combine(self.experts(dispatched.rows_RD, dispatched.offsets_e), dispatched)
+        # Weighted inside the experts, where it costs nothing and no rows have to be kept for the weights' gradient.
+        y_RD = self.experts(dispatched.rows_RD, dispatched.offsets_e, dispatched.weights_R)
+        return self.dispatcher.combine(y_RD, dispatched._replace(weights_R=None))

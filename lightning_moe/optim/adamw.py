@@ -1,8 +1,12 @@
-from collections.abc import Iterable
-from typing import Any
+"""AdamW as DeepSeek-V3 is trained with it."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.adam import adam
 
 _FUSED_DEVICES = {"cuda", "cpu"}
 
@@ -17,6 +21,9 @@ class AdamW(torch.optim.AdamW):
     that element alone, so it is the same for sharded parameters. The fused kernel also reads ``optimizer.found_inf``
     (a scalar tensor): while that is 1, ``step`` changes no parameter, moment or step count, without a host sync.
 
+    On CUDA the fused kernel is one of our own, in one pass over memory. It takes ``optimizer.gradient_factor`` (a scalar
+    tensor, for one step) as a factor on all gradients, and gradients in another dtype than the parameters'.
+
     Args:
         params: Parameters, ``(name, parameter)`` pairs, or groups (dicts) of either.
         lr: Learning rate; with a :class:`~lightning_moe.TokenSchedule` the peak learning rate.
@@ -24,11 +31,15 @@ class AdamW(torch.optim.AdamW):
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay of the matrices.
         fused: Whether to use the fused kernel; ``None`` chooses as described above.
+        moments: Dtype that moments are stored in: ``"float32"`` stands for the parameters' own dtype; ``"bfloat16"``, as
+            in the report (section 3.3.2), halves their memory. They are updated in at least float32 either way.
 
     Raises:
         ValueError: If a value is out of range.
 
     """
+
+    gradient_factor: Tensor | None = None
 
     def __init__(
         self,
@@ -38,14 +49,132 @@ class AdamW(torch.optim.AdamW):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         fused: bool | None = None,
+        moments: Literal["float32", "bfloat16"] = "float32",
     ) -> None:
         _check_hyperparameters(lr, betas, eps, weight_decay)
-        groups = _as_groups(params)
+        if moments not in ("float32", "bfloat16"):
+            raise ValueError(f"AdamW moments={moments!r}: must be float32 or bfloat16.")
+        groups = [{"moments": moments, **group} for group in _as_groups(params)]
         if fused is None:
             devices = {_tensor(entry).device.type for group in groups for entry in group["params"]}
             # `None` and not `False`: on other devices torch still chooses its multi-tensor kernels
             fused = True if devices and devices <= _FUSED_DEVICES else None
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
+        self.defaults["moments"] = moments
+
+    @property
+    def takes_gradient_factor(self) -> bool:
+        """Whether ``gradient_factor`` and gradients of other dtypes are understood: where our kernel runs."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        return all(group["fused"] for group in self.param_groups) and all(
+            param.device.type == "cuda" and param.dtype in (torch.float32, torch.bfloat16) for param in params
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Takes one step.
+
+        Args:
+            closure: Computes the loss again; it is called first.
+
+        Returns:
+            What the closure returns.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with_kernel = self.takes_gradient_factor
+        for group in self.param_groups:
+            lists: tuple[list[Tensor], ...] = ([], [], [], [], [], [])
+            self._init_group(group, *lists)
+            params, grads, exp_avgs, exp_avg_sqs, _, steps = lists
+            if not params:
+                continue
+            if with_kernel:
+                self._step_with_kernel(group, params, grads, exp_avgs, exp_avg_sqs, steps)
+            else:
+                self._step_with_torch(group, params, grads, exp_avgs, exp_avg_sqs, steps)
+        self.gradient_factor = None
+        return loss
+
+    def _step_with_kernel(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
+        from lightning_moe.optim.adamw_kernel import adamw_
+
+        skip: Tensor | None = getattr(self, "found_inf", None)
+        steps = lists[-1]
+        # A list, as a tensor for all would be read by the host.
+        torch._foreach_add_(steps, 1 if skip is None else [1 - skip] * len(steps))
+        for param, grad, exp_avg, exp_avg_sq, step in zip(*lists, strict=True):
+            adamw_(
+                _local(param),
+                _local(grad),
+                _local(exp_avg),
+                _local(exp_avg_sq),
+                step,
+                factor=self.gradient_factor,
+                skip=skip,
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )
+
+    def _step_with_torch(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
+        params, grads, exp_avgs, exp_avg_sqs, steps = lists
+        rounded = [
+            (stored, stored.to(param.dtype))
+            for moments in (exp_avgs, exp_avg_sqs)
+            for stored, param in zip(moments, params, strict=True)
+        ]
+        count = len(params)
+        adam(
+            params,
+            grads,
+            [wide for _, wide in rounded[:count]],
+            [wide for _, wide in rounded[count:]],
+            [],
+            steps,
+            foreach=group["foreach"],
+            capturable=group["capturable"],
+            differentiable=group["differentiable"],
+            fused=group["fused"],
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            decoupled_weight_decay=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+        for stored, wide in rounded:
+            if stored is not wide:
+                stored.copy_(wide)
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        for param in group["params"] if group["moments"] == "bfloat16" else ():
+            if param.grad is not None and not self.state[param]:
+                on_device = group["fused"] or group["capturable"]
+                self.state[param] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu"),
+                    "exp_avg": torch.zeros_like(param, dtype=torch.bfloat16),
+                    "exp_avg_sq": torch.zeros_like(param, dtype=torch.bfloat16),
+                }
+        has_complex = super()._init_group(group, *lists)
+        # Loading a state has cast its moments to the parameter's dtype, or it was saved with another setting.
+        for number, param in enumerate(lists[0]):
+            dtype = torch.bfloat16 if group["moments"] == "bfloat16" else param.dtype
+            for moments, name in ((lists[2], "exp_avg"), (lists[3], "exp_avg_sq")):
+                moments[number] = self.state[param][name] = moments[number].to(dtype)
+        return has_complex
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("moments", "float32")  # states of older versions
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, split into decaying matrices and other parameters unless it sets ``weight_decay``.
@@ -64,6 +193,10 @@ class AdamW(torch.optim.AdamW):
             super().add_param_group({**param_group, "params": matrices})
         if others:
             super().add_param_group({**param_group, "params": others, "weight_decay": 0.0})
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _tensor(entry: Any) -> Tensor:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -19,9 +21,11 @@ from typing_extensions import override
 from lightning_moe.dispatch.base import TokenDispatcher
 from lightning_moe.dispatch.local import LocalDispatcher
 from lightning_moe.models.base import MoEModel
-from lightning_moe.precision.casting import cast_on_use
+from lightning_moe.precision.casting import cast_on_use, keep_gradients_lowered
+from lightning_moe.precision.plugin import MoEPrecision
 from lightning_moe.strategies.checkpointing import load_directory, load_file, save_directory
 from lightning_moe.strategies.dispatchers import DispatcherCallable, DispatcherName, distribute_experts
+from lightning_moe.strategies.equal_batches import equal_batches
 from lightning_moe.strategies.launching import check_launch
 from lightning_moe.strategies.lost_ranks import report_lost_ranks
 from lightning_moe.strategies.mesh import Layout, MoEMesh, resolve_layout, sum_over_processes
@@ -43,8 +47,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         activation_checkpointing: ``"none"``; ``"selective"`` recomputes attention, expert computation and
             feed-forwards in backward, but neither routes nor sends tokens again; ``"full"`` also dispatches once more.
         compile: Whether to compile the same regions with ``torch.compile``.
-        dispatcher: What moves tokens where experts are spread: ``"all_to_all"``, or ``"auto"`` for the fastest that
-            runs here; or a dispatcher class, in YAML with its settings as ``class_path`` and ``init_args``.
+        dispatcher: What moves tokens where experts are spread: ``"all_to_all"``, ``"deep_ep"``, or ``"auto"`` for
+            DeepEP where it can serve the model and all-to-all otherwise; or a dispatcher class, in YAML with its
+            settings as ``class_path`` and ``init_args``.
         compute_dtype: ``"auto"`` computes in bfloat16 over float32 master weights on CUDA, and otherwise in the
             parameters' own dtype; ``"float32"`` is full float32 anywhere.
         reduce_every_micro_batch: Whether gradients are reduced after each micro-batch. Without, they are reduced once
@@ -72,7 +77,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         for name, value, allowed in (
             ("activation_checkpointing", activation_checkpointing, ("none", "selective", "full")),
-            ("dispatcher", dispatcher, ("auto", "all_to_all")),
+            ("dispatcher", dispatcher, ("auto", "all_to_all", "deep_ep")),
             ("compute_dtype", compute_dtype, ("auto", "float32", "bfloat16")),
             ("process_group_backend", process_group_backend, (None, "nccl", "gloo", "cpu:gloo,cuda:nccl")),
         ):
@@ -92,6 +97,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self.reduce_every_micro_batch = reduce_every_micro_batch
         self.layout = Layout(1, 1, 1)
         self.mesh: MoEMesh | None = None
+        self._host_group: dist.ProcessGroup | None = None  # the default group, where that works on the host
         self.dispatchers: list[TokenDispatcher] = []
 
     @override
@@ -118,6 +124,13 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self.layout = self._resolve_layout()
         if self.layout.world_size == 1:
             return  # one process needs no group
+        assert self.lightning_module is not None
+        for callback in self.lightning_module.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightAveraging):
+                raise TypeError(
+                    f"{type(callback).__name__} copies whole models and would average only what one process holds; it "
+                    "works on one process. On several, average the checkpoints that were saved."
+                )
         self._setup_distributed()
         self.mesh = MoEMesh(self.layout, self.root_device.type)
         self._device_mesh = self.mesh.dense
@@ -149,6 +162,15 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         """Every process reads different data, expert-parallel peers too."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Makes loaders give all processes equally many batches, of one shape."""
+        if self.layout.world_size == 1:
+            return dataloader
+        if self._host_group is None and dist.get_backend() != "gloo":
+            self._host_group = dist.new_group(backend="gloo")
+        return equal_batches(dataloader, self._host_group)
+
     def assemble(self, model: MoEModel, seed: int) -> Callable[[Tensor], Tensor]:
         """Spreads a model over the processes and gives it its initial weights.
 
@@ -165,7 +187,10 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             model.init_weights(seed)
             self.adopt(model)
             return _identity
-        self.dispatchers = distribute_experts(model, self.mesh, self.dispatcher, self._max_tokens())
+        self._convert(model)
+        self.dispatchers = distribute_experts(
+            model, self.mesh, self.dispatcher, self._max_tokens(), self._resolve_compute_dtype()
+        )
         apply_to_regions(model, self.activation_checkpointing, self.compile)
         shard_model(
             model,
@@ -185,12 +210,25 @@ class ExpertParallelStrategy(ModelParallelStrategy):
 
     def adopt(self, model: MoEModel) -> None:
         """Applies regions and compute dtype to a model that one process holds whole, with its weights as they are."""
+        self._convert(model)
         apply_to_regions(model, self.activation_checkpointing, self.compile)
         compute_dtype = self._resolve_compute_dtype()
         if compute_dtype is not None:
             cast_on_use(model, compute_dtype)
 
+    def _convert(self, model: MoEModel) -> None:
+        """Replaces multiplications, where the precision plugin has some of its own; before anything is sharded."""
+        if isinstance(self.precision_plugin, MoEPrecision):
+            self.precision_plugin.convert(
+                model,
+                self.root_device,
+                tokens=self._max_tokens(),
+                expert_parallel_size=self.layout.expert_parallel_size,
+            )
+
     def _resolve_compute_dtype(self) -> torch.dtype | None:
+        if self.compute_dtype == "auto" and isinstance(self.precision_plugin, MoEPrecision):
+            return self.precision_plugin.compute_dtype
         if self.compute_dtype == "auto":
             lowered = self.root_device.type == "cuda" and torch.get_default_dtype() == torch.float32
             return torch.bfloat16 if lowered else None
@@ -227,6 +265,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
                 module.reshard()  # an evaluation before has left the root's parameters gathered
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            in_place = trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm == "value"
+            if not in_place and all(getattr(one, "takes_gradient_factor", False) for one in self.optimizers):
+                keep_gradients_lowered(self.lightning_module)
         self.setup_precision_plugin()
 
     @override
@@ -269,9 +310,11 @@ class ExpertParallelStrategy(ModelParallelStrategy):
     @override
     def teardown(self) -> None:
         """Frees communication buffers, while their process groups exist."""
-        for dispatcher in self.dispatchers:
-            dispatcher.close()
-        super().teardown()
+        try:
+            for dispatcher in self.dispatchers:
+                dispatcher.close()
+        finally:
+            super().teardown()
 
     def _named_optimizers(self) -> list[tuple[nn.Module, Optimizer]]:
         assert self.lightning_module is not None

@@ -16,16 +16,19 @@ def scale_and_clip(
     scale: Tensor,
     max_norm: float | None,
     sum_over_ranks: Callable[[Tensor], Tensor],
+    optimizer: Optimizer | None = None,
 ) -> Tensor:
-    """Scales all gradients and clips their one global norm, in one pass over them.
+    """Scales all gradients and clips their one global norm.
 
     The norm is that of the whole gradient, over all meshes that parameters are sharded on, and equal on all ranks.
+    Our AdamW applies the factor in its own pass over the gradients, which are then left as they are.
 
     Args:
         parameters: Parameters; those without a gradient are left out.
         scale: Factor on the gradients, a scalar.
         max_norm: Largest norm after scaling; ``None`` for no clipping.
         sum_over_ranks: Sums a tensor over all processes.
+        optimizer: The optimizer, where it may be left to it to apply the factor.
 
     Returns:
         The norm of the scaled gradients before clipping, a scalar; 0 when there are no gradients.
@@ -35,19 +38,21 @@ def scale_and_clip(
     factor = scale
     if max_norm is not None:
         factor = scale * (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if grads:
+    if getattr(optimizer, "takes_gradient_factor", False):
+        optimizer.gradient_factor = factor  # type: ignore[union-attr]
+    elif grads:
         torch._foreach_mul_([_local(grad) for grad in grads], factor)
     return norm
 
 
 def _squared_norm_here(grads: list[Tensor], like: Tensor) -> Tensor:
     """This rank's share of the squared norm: an element that several ranks hold counts for a part in each."""
-    by_copies: dict[int, list[Tensor]] = defaultdict(list)
+    alike: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
     for grad in grads:
-        by_copies[_copies(grad)].append(_local(grad))
+        alike[_copies(grad), grad.dtype].append(_local(grad))
     squared = torch.zeros_like(like)
-    for copies, local in by_copies.items():
-        norms = torch.stack(torch._foreach_norm(local))
+    for (copies, dtype), local in alike.items():
+        norms = torch.stack(torch._foreach_norm(local, 2, torch.promote_types(dtype, torch.float32)))
         squared += norms.to(squared.dtype).square().sum() / copies
     return squared
 

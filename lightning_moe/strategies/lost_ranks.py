@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 _PATIENCE = 5.0  # seconds
 # How torch tells failed communication from other errors where it raises a plain RuntimeError
-_SIGNS = ("gloo", "NCCL", "pair closure", "Connection closed by peer", "Connection reset by peer")
+_SIGNS = ("DeepEP failed", "gloo", "NCCL", "pair closure", "Connection closed by peer", "Connection reset by peer")
 
 
 def is_lost_connection(exception: BaseException) -> bool:

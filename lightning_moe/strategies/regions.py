@@ -2,7 +2,7 @@
 
 Regions are attention (``attend`` of a block), expert computation (``compute`` of the experts), and dense and shared
 feed-forwards. Router, dispatch and combine stay outside, so that no token is routed, sent or counted twice, and
-nothing is compiled across them. ``full`` recomputes one region more, ``apply_experts`` of a MoE layer: dispatch is then
+nothing is compiled across them; routers are compiled by themselves, and never recomputed. ``full`` recomputes one region more, ``apply_experts`` of a MoE layer: dispatch is then
 repeated once in backward, with the choices that the router made in forward.
 """
 
@@ -19,6 +19,7 @@ from lightning_moe.models.base import MoEModel
 from lightning_moe.moe.experts import GroupedExperts
 from lightning_moe.moe.feed_forward import GatedMLP
 from lightning_moe.moe.layer import MoELayer
+from lightning_moe.moe.router import Router
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
 
@@ -42,6 +43,9 @@ def apply_to_regions(model: MoEModel, activation_checkpointing: ActivationCheckp
                 f"{type(block).__name__} ({name}) must have a method attend() with all that comes before its router: "
                 "the region that activation_checkpointing and compile work on."
             )
+        for module in block.modules() if compile_regions else ():
+            if isinstance(module, Router):
+                module.forward = _compiled(module.forward)  # type: ignore[method-assign]
         for owner, method in _compute_regions(block):
             function = getattr(owner, method)
             if compile_regions:

@@ -5,6 +5,7 @@ by the dispatcher.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ CASES = [
     Case("one_choice_invalid", lambda rank: _random(rank).where(torch.tensor([True, False]), -1)),
     Case("first_rank_without_tokens", lambda rank: _random(rank, 32 if rank else 0)),
 ]
-ALIGNMENTS = (1, 16, 32)
+ALIGNMENTS = (1, 16, 32, 128)
 
 
 def check_dispatcher(
@@ -59,6 +60,9 @@ def check_dispatcher(
     world_size: int = 1,
     dtype: torch.dtype = torch.float64,
     tolerance: float = 1e-12,
+    width: int = WIDTH,
+    device: str = "cpu",
+    weighted_before: bool = False,
 ) -> None:
     """Checks structure, outputs and gradients of one case.
 
@@ -70,19 +74,26 @@ def check_dispatcher(
         world_size: Ranks in the group.
         dtype: Of tokens and experts.
         tolerance: Largest error, relative to the largest value.
+        width: Hidden size.
+        device: Where the dispatcher works.
+        weighted_before: Whether the experts apply the weights, instead of the dispatcher.
     """
     local = EXPERTS // world_size
     first = rank * local
-    data = [_Data.of(case, r, dtype) for r in range(world_size)]
-    weights_EDD = _expert_weights(dtype)
-    reference = [_dense(d, weights_EDD) for d in data]
+    data = [_Data.of(case, r, dtype, width) for r in range(world_size)]
+    weights_EDD = _expert_weights(dtype, width)
+    reference = [_dense(case, r, dtype, width) for r in range(world_size)]
 
-    own = data[rank].with_leaves()
-    own_weights = weights_EDD[first : first + local].clone().requires_grad_()
+    own = data[rank].on(device).with_leaves()
+    own_weights = weights_EDD[first : first + local].clone().to(device).requires_grad_()
     dispatcher = make(EXPERTS, alignment)
     dispatched = dispatcher.dispatch(own.x, own.plan())
     _check_structure(dispatched, data, first, local, alignment)
     y = torch.tanh(_multiply(dispatched.rows_RD, own_weights, dispatched.offsets_e))
+    if weighted_before:
+        assert dispatched.weights_R is not None
+        y = (y * dispatched.weights_R[:, None]).to(dtype)
+        dispatched = dispatched._replace(weights_R=None)
     out = dispatcher.combine(y, dispatched)
     assert out.shape == own.x.shape
     assert out.dtype == dtype
@@ -103,21 +114,34 @@ def check_exact_on_integers(
     rank: int = 0,
     world_size: int = 1,
     dtype: torch.dtype = torch.float32,
+    width: int = WIDTH,
+    device: str = "cpu",
 ) -> None:
-    """With small integers no rounding happens, so that the result must be exact whatever the order of the sums is."""
-    indices = _random(rank)
+    """With small integers no rounding happens, so that all must be exact whatever the order of the sums is."""
+    indices = _random(rank).to(device)
     generator = torch.Generator().manual_seed(rank)
-    x = torch.randint(-4, 5, (32, WIDTH), generator=generator).to(dtype)
-    weights = torch.randint(1, 4, (32, TOP_K), generator=generator).float()
+    x = torch.randint(-4, 5, (32, width), generator=generator).to(device, dtype).requires_grad_()
+    weights = torch.randint(1, 4, (32, TOP_K), generator=generator).float().to(device).requires_grad_()
+    grad_out = torch.randint(-1, 2, (32, width), generator=generator).to(device, dtype)
     dispatcher = make(EXPERTS, alignment)
-    dispatched = dispatcher.dispatch(x, RoutingPlan(indices, weights, torch.zeros(32, EXPERTS), all_valid=True))
+    scores = torch.zeros(32, EXPERTS, device=device)
+    dispatched = dispatcher.dispatch(x, RoutingPlan(indices, weights, scores, all_valid=True))
     local = EXPERTS // world_size
     # Expert e multiplies by e + 1.
-    factors = torch.arange(rank * local, (rank + 1) * local).to(dtype) + 1
+    factors = torch.arange(rank * local, (rank + 1) * local, device=device).to(dtype) + 1
     sizes = dispatched.offsets_e.diff(prepend=dispatched.offsets_e.new_zeros(1)).long()
     out = dispatcher.combine(dispatched.rows_RD * factors.repeat_interleave(sizes)[:, None], dispatched)
-    expected = x * ((indices + 1) * weights).sum(dim=1, keepdim=True).to(dtype)
-    assert torch.equal(out, expected)
+    out.backward(grad_out)
+    share = ((indices + 1) * weights.detach()).sum(dim=1, keepdim=True).to(dtype)
+    assert torch.equal(out, x.detach() * share), "output"
+    assert torch.equal(_grad(x), grad_out * share), "gradient of the input"
+    dots = (x.detach().float() * grad_out.float()).sum(dim=1, keepdim=True)
+    assert torch.equal(_grad(weights), (indices + 1) * dots), "gradient of the routing weights"
+
+
+def _grad(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
 
 
 class _Data(NamedTuple):
@@ -127,15 +151,18 @@ class _Data(NamedTuple):
     grad_out: Tensor
 
     @classmethod
-    def of(cls, case: Case, rank: int, dtype: torch.dtype) -> "_Data":
+    def of(cls, case: Case, rank: int, dtype: torch.dtype, width: int) -> "_Data":
         indices = case.indices_of(rank)
         tokens = indices.shape[0]
         generator = torch.Generator().manual_seed(rank)
         accurate = torch.promote_types(dtype, torch.float32)
-        x = torch.randn(tokens, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+        x = torch.randn(tokens, width, generator=generator, dtype=torch.float64).to(dtype)
         weights = (0.1 + torch.rand(tokens, TOP_K, generator=generator, dtype=torch.float64)).to(accurate)
-        grad_out = torch.randn(tokens, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+        grad_out = torch.randn(tokens, width, generator=generator, dtype=torch.float64).to(dtype)
         return cls(x, indices, weights.where(indices >= 0, 0.0), grad_out)
+
+    def on(self, device: str) -> "_Data":
+        return _Data(*(tensor.to(device) for tensor in self))
 
     def with_leaves(self) -> "_Data":
         return self._replace(x=self.x.clone().requires_grad_(), weights=self.weights.clone().requires_grad_())
@@ -152,13 +179,17 @@ class _Reference(NamedTuple):
     grad_experts: Tensor
 
 
-def _expert_weights(dtype: torch.dtype) -> Tensor:
+@cache
+def _expert_weights(dtype: torch.dtype, width: int) -> Tensor:
     generator = torch.Generator().manual_seed(7)
-    return (torch.randn(EXPERTS, WIDTH, WIDTH, generator=generator, dtype=torch.float64) * 0.3).to(dtype)
+    weights = torch.randn(EXPERTS, width, width, generator=generator, dtype=torch.float64)
+    return (weights * 1.2 / width**0.5).to(dtype)
 
 
-def _dense(data: _Data, weights_EDD: Tensor) -> _Reference:
+@cache
+def _dense(case: Case, rank: int, dtype: torch.dtype, width: int) -> _Reference:
     """Every expert on every token in float64, masked."""
+    data, weights_EDD = _Data.of(case, rank, dtype, width), _expert_weights(dtype, width)
     x = data.x.double().clone().requires_grad_()
     weights = data.weights.double().clone().requires_grad_()
     experts = weights_EDD.double().clone().requires_grad_()
@@ -176,7 +207,9 @@ def _multiply(rows_RD: Tensor, weights_eDD: Tensor, offsets_e: Tensor) -> Tensor
 
 
 def _check_structure(dispatched: Dispatched, data: list[_Data], first: int, local: int, alignment: int) -> None:
-    rows, weights, offsets = dispatched.rows_RD, dispatched.weights_R, dispatched.offsets_e
+    assert dispatched.weights_R is not None
+    rows, weights = dispatched.rows_RD.detach().cpu(), dispatched.weights_R.detach().cpu()
+    offsets = dispatched.offsets_e.cpu()
     assert offsets.dtype == torch.int32
     assert offsets.shape == (local,)
     assert offsets[-1] == rows.shape[0] == weights.shape[0]
@@ -184,7 +217,7 @@ def _check_structure(dispatched: Dispatched, data: list[_Data], first: int, loca
     for e, end in enumerate(offsets.tolist()):
         assert end >= start, "offsets decrease"
         assert (end - start) % alignment == 0, "a group is not padded to the alignment"
-        group_rows, group_weights = rows[start:end].detach(), weights[start:end].detach()
+        group_rows, group_weights = rows[start:end], weights[start:end]
         real = group_weights != 0  # routing weights of this file are never 0
         assert not group_rows[~real].any(), "padding is not zero"
         wanted_rows, wanted_weights = [], []
@@ -207,6 +240,7 @@ def _assert_same_rows(left: Tensor, right: Tensor) -> None:
 def _assert_near(value: Tensor | None, expected: Tensor, tolerance: float, what: str) -> None:
     assert value is not None, what
     assert value.shape == expected.shape, what
+    value = value.cpu()
     assert value.isfinite().all(), what
     if expected.numel():
         error = (value.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-6)

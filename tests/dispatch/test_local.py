@@ -9,7 +9,8 @@ from tests.dispatch.contract import ALIGNMENTS, CASES, EXPERTS, TOP_K, Case, che
 @pytest.mark.parametrize("alignment", ALIGNMENTS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_contract(case: Case, alignment: int) -> None:
-    check_dispatcher(LocalDispatcher, case, alignment)
+    for weighted_before in (False, True):
+        check_dispatcher(LocalDispatcher, case, alignment, weighted_before=weighted_before)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
@@ -49,6 +50,7 @@ def test_rows_without_padding_are_as_many_as_choices() -> None:
     dispatched = LocalDispatcher(EXPERTS).dispatch(x, plan)
     assert dispatched.offsets_e.tolist() == [1, 1, 3, 3, 3, 4, 4, 4]
     assert torch.equal(dispatched.rows_RD, x[[0, 0, 1, 1]])  # the order of tokens is kept within an expert
+    assert dispatched.weights_R is not None
     assert torch.equal(dispatched.weights_R, torch.tensor([0.2, 0.1, 0.3, 0.4]))
 
 

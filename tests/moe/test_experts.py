@@ -104,6 +104,33 @@ def test_experts_against_a_loop_over_tokens(ends: list[int], dtype: torch.dtype,
         assert (ours.double() - wanted).abs().max() <= tolerance * wanted.abs().max()
 
 
+@pytest.mark.parametrize("ends", OFFSETS)
+@pytest.mark.parametrize("replaced", [False, True], ids=["own", "replaced"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
+)
+def test_weighted_rows_are_the_rows_times_their_weights(
+    ends: list[int], replaced: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    experts, reference = make(dtype=dtype), make(dtype=dtype).double()
+    if replaced:
+        experts.grouped_mm = lambda a, b, offsets: grouped_mm(a, b, offsets)  # type: ignore[method-assign]
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    weight_dtype = torch.promote_types(dtype, torch.float32)
+    rows, weights = draw(32, 16, dtype=dtype).requires_grad_(), draw(32, seed=1, dtype=weight_dtype).requires_grad_()
+    rows64, weights64 = (leaf.detach().double().requires_grad_() for leaf in (rows, weights))
+    above = draw(32, 16, seed=2, dtype=dtype)
+    experts(rows, offsets, weights).backward(above)
+    (reference(rows64, offsets) * weights64[:, None]).backward(above.double())
+    for ours, wanted in (
+        (grad(rows), grad(rows64)),
+        (grad(weights), grad(weights64)),
+        *((grad(p), grad(q)) for p, q in zip(experts.parameters(), reference.parameters(), strict=True)),
+    ):
+        assert ours.dtype in (dtype, weight_dtype)
+        assert (ours.double() - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
 def test_seam_is_used_for_both_multiplications() -> None:
     class Counting(GroupedExperts):
         calls = 0

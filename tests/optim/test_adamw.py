@@ -192,8 +192,44 @@ def test_print_config_names_the_short_path_and_reloads(
         "eps": 1e-8,
         "weight_decay": 0.1,
         "fused": None,
+        "moments": "float32",
     }
     (tmp_path / "config.yaml").write_text(text)
     optimizer = _optimizer(f"--config={tmp_path / 'config.yaml'}")
     assert type(optimizer) is lightning_moe.AdamW
     assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_bfloat16_moments(fused: bool) -> None:
+    torch.manual_seed(1)
+    weight, gradients = torch.randn(64, 32), [torch.randn(64, 32) for _ in range(20)]
+
+    def train(moments: str, reload_at: int | None = None) -> tuple[torch.Tensor, AdamW]:
+        parameter = nn.Parameter(weight.clone())
+        optimizer = AdamW([parameter], lr=1e-2, fused=fused, moments=moments)  # type: ignore[arg-type]
+        for number, gradient in enumerate(gradients):
+            if number == reload_at:
+                state = copy.deepcopy(optimizer.state_dict())
+                optimizer = AdamW([parameter], lr=1e-2, fused=fused, moments=moments)  # type: ignore[arg-type]
+                optimizer.load_state_dict(state)
+            parameter.grad = gradient.clone()
+            optimizer.step()
+        return parameter.detach(), optimizer
+
+    exact, _ = train("float32")
+    low, optimizer = train("bfloat16")
+    state = next(iter(optimizer.state.values()))
+    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
+    difference = (low - exact).norm() / (exact - weight).norm()
+    assert 1e-5 < difference < 1e-2
+    resumed, _ = train("bfloat16", reload_at=10)
+    assert torch.equal(resumed, low)
+    copied = copy.deepcopy(optimizer)
+    copied.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert {group["moments"] for group in copied.param_groups} == {"bfloat16"}
+
+
+def test_moments_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"moments='fp8'.*float32 or bfloat16"):
+        AdamW([nn.Parameter(torch.ones(1))], moments="fp8")  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ import copy
 import torch
 
 from lightning_moe.models.deepseek_v3 import DeepSeekV3Model
-from lightning_moe.precision.casting import cast_on_use
+from lightning_moe.precision.casting import cast_on_use, keep_gradients_lowered
 from tests.models.test_module import CONFIG, SEQUENCE
 
 
@@ -36,3 +36,22 @@ def test_forward_is_that_of_the_cast_model_and_gradients_reach_the_masters() -> 
     restored = DeepSeekV3Model(CONFIG)
     restored.load_state_dict(model.state_dict())
     model.load_state_dict(restored.state_dict())
+
+
+def test_first_gradient_of_experts_stays_lowered_and_the_second_is_added_in_full() -> None:
+    model = DeepSeekV3Model(CONFIG)
+    model.init_weights(3)
+    cast_on_use(model, torch.bfloat16)
+    kept = copy.deepcopy(model)
+    keep_gradients_lowered(kept)
+    tokens = torch.randint(0, CONFIG.vocab_size, (2, SEQUENCE + 1))
+    for micro_batch in range(2):
+        for one in (model, kept):
+            one(tokens[:, :-1], tokens[:, 1:] % (5 + micro_batch)).loss.backward()
+        for (name, parameter), reference in zip(kept.named_parameters(), model.parameters(), strict=True):
+            if reference.grad is None:  # multi-token prediction is not part of this loss
+                continue
+            assert parameter.grad is not None
+            lowered = ".experts." in name and "shared" not in name and micro_batch == 0
+            assert parameter.grad.dtype == (torch.bfloat16 if lowered else torch.float32), name
+            assert torch.equal(parameter.grad.float(), reference.grad), name

@@ -43,6 +43,14 @@ def poisoned(folder: Path) -> None:
     trainer.fit(module, DataLoader(Rows(2, 8), batch_size=4))
     torch.save((module.history, trainer.logged_metrics), folder / f"history-{processes.rank()}.pt")
 
+    stopping = PoisonOneRank(CONFIG, adamw)
+    stopping.nonfinite_gradients = "stop"
+    strategy = ExpertParallelStrategy(expert_parallel_size=2)
+    trainer = make_trainer(devices=2, strategy=strategy, max_steps=3, use_distributed_sampler=False)
+    with pytest.raises(FloatingPointError, match="1 of the steps up to 2 were not finite") as error:
+        trainer.fit(stopping, DataLoader(Rows(2, 8), batch_size=4))
+    torch.save((str(error.value), len(stopping.history)), folder / f"stopped-{processes.rank()}.pt")
+
 
 def test_a_gradient_that_is_not_finite_on_one_rank_makes_all_skip(tmp_path: Path) -> None:
     processes.run(2, poisoned, tmp_path)
@@ -54,6 +62,9 @@ def test_a_gradient_that_is_not_finite_on_one_rank_makes_all_skip(tmp_path: Path
         assert all(value.isfinite().all() for value in third.values())
         assert logged["train/skipped_steps"].item() == 1
         assert tokens_seen == 3 * 8 * SEQUENCE
+        message, logged_steps = torch.load(tmp_path / f"stopped-{rank}.pt")
+        assert "nonfinite_gradients: skip" in message
+        assert logged_steps == 1
 
 
 def data(store: Path) -> TokenDataModule:

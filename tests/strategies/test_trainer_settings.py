@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_moe import DeepSeekV3, ExpertParallelStrategy
@@ -128,6 +128,49 @@ def test_validate_then_fit_in_one_trainer(tmp_path: Path) -> None:
     assert after < before
     for name, value in plain.state_dict().items():
         assert torch.equal(value, module.state_dict()[name]), name
+
+
+def test_weight_averaging_on_one_process(tmp_path: Path) -> None:
+    averaging = EMAWeightAveraging(decay=0.5)
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_last=True)
+    module = DeepSeekV3(CONFIG, adamw)
+    last = DeepSeekV3(CONFIG, adamw)
+    fit(last)
+    fit(module, val_check_interval=2, callbacks=[averaging, checkpoint], enable_checkpointing=True)
+    name = "model.lm_head.weight"
+    averaged = module.state_dict()[name]
+    assert (averaged - last.state_dict()[name]).abs().max() > 1e-3
+    assert torch.equal(DeepSeekV3.load_from_checkpoint(checkpoint.last_model_path).state_dict()[name], averaged)
+
+
+def test_weight_averaging_on_several_processes_is_refused() -> None:
+    processes.run(2, average_on_two)
+
+
+def average_on_two() -> None:
+    with pytest.raises(TypeError, match="EMAWeightAveraging.*one process"):
+        fit(DeepSeekV3(CONFIG, adamw), devices=2, callbacks=[EMAWeightAveraging()])
+
+
+class Manual(DeepSeekV3):
+    automatic_optimization = False
+
+
+class TwoOptimizers(DeepSeekV3):
+    def configure_optimizers(self) -> Any:
+        return [super().configure_optimizers(), super().configure_optimizers()]
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "message"),
+    [
+        (Manual, ValueError, "automatic_optimization of Manual is False(.|\\n)*parameter groups of one optimizer"),
+        (TwoOptimizers, RuntimeError, "multiple optimizers is only supported with manual optimization"),
+    ],
+)
+def test_ways_of_optimizing_that_are_refused(module: type[DeepSeekV3], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fit(module(CONFIG, adamw))
 
 
 def test_model_checkpoint_keeps_directories_and_links_the_last(tmp_path: Path) -> None:

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from lightning_moe.losses.linear_cross_entropy import IGNORE_INDEX, CrossEntropy, linear_cross_entropy
 from lightning_moe.losses.mtp import shift_sequence, shift_valid, within_documents
 from lightning_moe.metrics.mtp_accuracy import count_mtp_hits
-from lightning_moe.models.base import MoEModel, MoEModelOutput, idle_parameters
+from lightning_moe.models.base import MoEModel, MoEModelOutput
 from lightning_moe.models.deepseek_v3.attention import document_mask
 from lightning_moe.models.deepseek_v3.block import Block
 from lightning_moe.models.deepseek_v3.config import DeepSeekV3Config
 from lightning_moe.models.deepseek_v3.mtp import MultiTokenPrediction
 from lightning_moe.models.deepseek_v3.rope import rotation_of
+from lightning_moe.models.flops import active_matmul_parameters, causal_attention_flops, idle_parameters
 from lightning_moe.moe.feed_forward import Linear
 from lightning_moe.moe.layer import RouterStats
 
@@ -72,6 +73,18 @@ class DeepSeekV3Model(MoEModel):
         main = sum(p.numel() for p in self.parameters()) - mtp
         idle = sum(idle_parameters(layer) for name, layer in self.moe_layers() if name.startswith("layers."))
         return {"total": main, "activated": main - idle, "mtp": mtp}
+
+    def flops_per_token(self, sequence_length: int, *, mtp: bool = True) -> float:
+        """Counts matrices, the head once for each prediction, and attention at its own widths; see the base class."""
+        config, depths = self.config, len(self.mtp_layers)
+        attention = causal_attention_flops(
+            config.num_attention_heads, config.qk_head_dim, config.v_head_dim, sequence_length
+        )
+        if not mtp:
+            matrices = active_matmul_parameters(self) - active_matmul_parameters(self.mtp_layers)
+            return 6.0 * matrices + len(self.layers) * attention
+        matrices = active_matmul_parameters(self) + depths * active_matmul_parameters(self.lm_head)
+        return 6.0 * matrices + (len(self.layers) + depths) * attention
 
     def forward(
         self,

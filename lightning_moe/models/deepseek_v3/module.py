@@ -1,7 +1,7 @@
 """DeepSeek-V3 as a LightningModule."""
 
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
@@ -25,6 +25,7 @@ class DeepSeekV3(MoELightningModule):
         schedule: Learning-rate schedule in tokens; ``None`` keeps the optimizer's learning rate.
         balancing: How the load of the experts is kept even.
         mtp_loss_weight: Weight lambda of the multi-token-prediction loss: ``{from this token: value}`` or one number.
+        nonfinite_gradients: ``"skip"`` leaves out a step whose gradients are not finite, ``"stop"`` also ends training.
     """
 
     def __init__(
@@ -34,8 +35,9 @@ class DeepSeekV3(MoELightningModule):
         schedule: TokenSchedule | None = None,
         balancing: Balancing = Balancing(),  # noqa: B008 - frozen
         mtp_loss_weight: dict[float, float] | float = {0: 0.3, 10e12: 0.1},  # noqa: B006 - never changed
+        nonfinite_gradients: Literal["skip", "stop"] = "skip",
     ) -> None:
-        super().__init__(optimizer, schedule, balancing, mtp_loss_weight)
+        super().__init__(optimizer, schedule, balancing, mtp_loss_weight, nonfinite_gradients)
         self.config = _config_of(config)
         # Plain values, so that checkpoints load with weights_only=True.
         self.save_hyperparameters(

@@ -1,0 +1,125 @@
+"""Triton kernels for SwiGLU with a weight for each row, one pass over memory each way.
+
+Shapes: ``R`` rows, ``F`` width of the gate.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _swiglu_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
+    gate_up_ptr,
+    weights_ptr,
+    out_ptr,
+    width,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(gate_up_ptr + row * 2 * width + columns, mask=inside).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * width + width + columns, mask=inside).to(tl.float32)
+    out = gate * tl.sigmoid(gate) * up
+    if WEIGHTED:
+        out *= tl.load(weights_ptr + row).to(tl.float32)
+    tl.store(out_ptr + row * width + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def swiglu_kernel(gate_up_R2F: Tensor, weights_R: Tensor | None) -> Tensor:
+    """``silu(gate) * up`` of the two halves of each row, times the row's weight; computed in float32.
+
+    Args:
+        gate_up_R2F: Rows, contiguous.
+        weights_R: Weight of each row, or ``None`` for 1.
+
+    Returns:
+        ``(R, F)`` in the rows' dtype.
+    """
+    rows, width = gate_up_R2F.shape[0], gate_up_R2F.shape[1] // 2
+    out_RF = gate_up_R2F.new_empty(rows, width)
+    if rows:
+        _swiglu_kernel[(rows, triton.cdiv(width, _BLOCK))](
+            gate_up_R2F,
+            gate_up_R2F if weights_R is None else weights_R,
+            out_RF,
+            width,
+            WEIGHTED=weights_R is not None,
+            BLOCK=_BLOCK,
+        )
+    return out_RF
+
+
+@triton.jit
+def _swiglu_backward_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
+    grad_ptr,
+    gate_up_ptr,
+    weights_ptr,
+    out_ptr,
+    grad_gate_up_ptr,
+    grad_weights_ptr,
+    width,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    weight = 1.0
+    if WEIGHTED:
+        weight = tl.load(weights_ptr + row).to(tl.float32)
+    dot = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < width
+        grad = tl.load(grad_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(gate_up_ptr + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_up_ptr + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        out = silu * up
+        if WEIGHTED:
+            dot += grad * out
+            out *= weight
+            grad *= weight
+        grad_gate = grad * up * (sigmoid + silu * (1.0 - sigmoid))
+        element = out_ptr.dtype.element_ty
+        tl.store(out_ptr + row * width + columns, out.to(element), mask=inside)
+        tl.store(grad_gate_up_ptr + row * 2 * width + columns, grad_gate.to(element), mask=inside)
+        tl.store(grad_gate_up_ptr + row * 2 * width + width + columns, (grad * silu).to(element), mask=inside)
+    if WEIGHTED:
+        tl.store(grad_weights_ptr + row, tl.sum(dot, axis=0).to(grad_weights_ptr.dtype.element_ty))
+
+
+def swiglu_backward_kernel(
+    grad_RF: Tensor, gate_up_R2F: Tensor, weights_R: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Backward of :func:`swiglu_kernel`, which it computes once more on the way.
+
+    Args:
+        grad_RF: Gradient of the result, contiguous.
+        gate_up_R2F: Rows, contiguous.
+        weights_R: Weight of each row, or ``None`` for 1.
+
+    Returns:
+        The result itself, the gradient of the rows, and that of the weights.
+    """
+    rows, width = grad_RF.shape
+    out_RF, grad_gate_up_R2F = torch.empty_like(grad_RF), torch.empty_like(gate_up_R2F)
+    grad_weights_R = None if weights_R is None else torch.empty_like(weights_R)
+    if rows:
+        _swiglu_backward_kernel[(rows,)](
+            grad_RF,
+            gate_up_R2F,
+            gate_up_R2F if weights_R is None else weights_R,
+            out_RF,
+            grad_gate_up_R2F,
+            gate_up_R2F if grad_weights_R is None else grad_weights_R,
+            width,
+            WEIGHTED=weights_R is not None,
+            BLOCK=_BLOCK,
+        )
+    return out_RF, grad_gate_up_R2F, grad_weights_R

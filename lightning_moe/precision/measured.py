@@ -1,0 +1,67 @@
+"""Where FP8 has been measured to be faster than bfloat16: what ``auto`` goes by.
+
+A gain counts for the same GPU and multiplications that are no smaller in any dimension; outside of it, ``auto`` stays
+with bfloat16. Times are those of forward and backward, quantisation included.
+"""
+
+from dataclasses import dataclass
+
+from lightning_moe.precision.recipes import Kind, RecipeName
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One measured multiplication.
+
+    Args:
+        gpu: Part of the GPU's name.
+        kind: ``"linear"``, or ``"grouped"`` for all of an expert layer's multiplications.
+        recipe: The recipe.
+        in_features: Inner width; for experts the hidden size.
+        out_features: Outer width; for experts their width.
+        rows: Rows of a linear, or rows per expert.
+        speed: Time of bfloat16 divided by that of the recipe.
+        source: Where the number is from.
+    """
+
+    gpu: str
+    kind: Kind
+    recipe: RecipeName
+    in_features: int
+    out_features: int
+    rows: int
+    speed: float
+    source: str
+
+
+_FIRST = "first measurement, torch 2.11.0+cu130, torchao 0.18"
+MEASUREMENTS = (
+    Measurement("H200", "grouped", "fp8_rowwise", 7168, 2048, 8192, 1.13, _FIRST),
+    Measurement("H200", "grouped", "fp8_rowwise", 2048, 1408, 1536, 0.70, _FIRST),
+    Measurement("H200", "grouped", "fp8_rowwise", 2048, 1408, 384, 0.61, _FIRST),
+    Measurement("H200", "linear", "fp8_rowwise", 7168, 7168, 16384, 1.31, _FIRST),
+    Measurement("H200", "linear", "fp8_tensorwise", 7168, 7168, 16384, 1.61, _FIRST),
+)
+
+
+def fastest(gpu: str, kind: Kind, in_features: int, out_features: int, rows: int | None) -> Measurement | None:
+    """Returns the measurement of the fastest recipe that counts for a multiplication; ``None`` means bfloat16.
+
+    Args:
+        gpu: Name of the GPU.
+        kind: ``"linear"`` or ``"grouped"``.
+        in_features: Inner width; for experts the hidden size.
+        out_features: Outer width; for experts their width.
+        rows: Rows of a linear, or mean rows per expert; ``None`` where they are not known.
+    """
+    if rows is None:
+        return None
+    counting = [
+        m
+        for m in MEASUREMENTS
+        if m.speed > 1.0
+        and m.gpu in gpu
+        and m.kind == kind
+        and (m.in_features <= in_features and m.out_features <= out_features and m.rows <= rows)
+    ]
+    return max(counting, key=lambda measurement: measurement.speed, default=None)
