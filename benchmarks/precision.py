@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._inductor.config
 from record import RESULTS, machine, save
 from rich.console import Console
 from rich.table import Table
@@ -203,6 +204,7 @@ def _with_rate(result: Result, flops: float) -> Result:
 
 def attempt(what: str, name: str, measure: Callable[[], Result], console: Console) -> Result:
     """A measurement, or the reason why there is none."""
+    torch._inductor.config.emulate_precision_casts = False  # rowwise linears turn it on, for themselves
     try:
         result = measure()
         console.print(f"  {what}, {name}: {result['ms']:.3f} ms", highlight=False)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_moe.dispatch.base import Dispatched, TokenDispatcher
-from lightning_moe.dispatch.permute import RowPlan, permute, plan_rows, sum_rows, unpermute
+from lightning_moe.dispatch.permute import RowPlan, rows_again, permute, plan_rows, sum_rows, unpermute
 from lightning_moe.moe.router import RoutingPlan
 
 
@@ -83,7 +83,8 @@ class AllToAllDispatcher(TokenDispatcher):
         x_MD, weights_MK = _SendTokens.apply(x_TD, plan.weights_TK, here_NK, exchange, self.group)
         rows = plan_rows(local_ids_MK, self.num_local_experts, self.alignment, num_choices=exchange.received_choices)
         rows_RD, weights_R = permute(x_MD, weights_MK, rows)
-        return Dispatched(rows_RD, weights_R, rows.offsets_E, _State(exchange, rows))
+        again = rows_again(x_MD, rows)
+        return Dispatched(rows_RD, weights_R, rows.offsets_E, _State(exchange, rows), again)
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Sums each token's weighted rows here, sends them home, and sums what each token gets back."""

@@ -4,6 +4,7 @@ Shapes: ``T`` tokens, ``D`` hidden size, ``K`` experts per token, ``R`` routed r
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -19,12 +20,14 @@ class Dispatched(NamedTuple):
         weights_R: Routing weight of each row, differentiable; 0 for padding. ``None`` once the experts have applied it.
         offsets_e: End of each expert's rows, int32; the last one is R, so that no row is uninitialised.
         state: What the dispatcher needs to bring the rows back.
+        make_rows_again: Returns the values of ``rows_RD`` once more, where that takes less than keeping them.
     """
 
     rows_RD: Tensor
     weights_R: Tensor | None
     offsets_e: Tensor
     state: Any
+    make_rows_again: Callable[[], Tensor] | None = None
 
 
 class TokenDispatcher(ABC):

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from lightning_moe.dispatch.base import Dispatched, TokenDispatcher
-from lightning_moe.dispatch.permute import permute, plan_rows, unpermute
+from lightning_moe.dispatch.permute import rows_again, permute, plan_rows, unpermute
 from lightning_moe.moe.router import RoutingPlan
 
 
@@ -14,7 +14,8 @@ class LocalDispatcher(TokenDispatcher):
         """Copies each token once for each of its experts, in the experts' order."""
         rows = plan_rows(plan.indices_TK, self.num_experts, self.alignment, all_valid=plan.all_valid)
         rows_RD, weights_R = permute(x_TD, plan.weights_TK, rows)
-        return Dispatched(rows_RD, weights_R, rows.offsets_E, rows)
+        again = rows_again(x_TD, rows)
+        return Dispatched(rows_RD, weights_R, rows.offsets_E, rows, again)
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Sums each token's weighted rows."""

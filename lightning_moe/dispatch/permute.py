@@ -5,6 +5,7 @@ Both directions only gather, in forward and in backward, so they are determinist
 Shapes: ``T`` tokens, ``D`` hidden size, ``E`` experts, ``K`` experts per token, ``R`` rows.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -89,6 +90,35 @@ def permute(x_TD: Tensor, weights_TK: Tensor, plan: RowPlan) -> tuple[Tensor, Te
     return rows_RD, weights_R
 
 
+def copy_rows(x_TD: Tensor, plan: RowPlan) -> Tensor:
+    """Copies tokens to their rows, without a gradient; padding is zero."""
+    # A row of padding has choice T * K, hence token T: past the end.
+    return take_rows(x_TD, plan.choice_of_row_R // plan.row_of_choice_TK.shape[1], plan.padded)
+
+
+def rows_again(x_TD: Tensor, plan: RowPlan) -> Callable[[], Tensor]:
+    """Returns a function that copies tokens to their rows once more, later.
+
+    Args:
+        x_TD: Tokens.
+        plan: Where the rows stand.
+
+    Returns:
+        The function; it raises RuntimeError if the tokens have been changed in place since.
+    """
+    x_TD = x_TD.detach()
+    version = x_TD._version
+
+    def copy() -> Tensor:
+        if x_TD._version != version:
+            raise RuntimeError(
+                "The input of a MoE layer was changed in place after its forward pass, which needs it in backward."
+            )
+        return copy_rows(x_TD, plan)
+
+    return copy
+
+
 def unpermute(y_RD: Tensor, weights_R: Tensor | None, plan: RowPlan) -> Tensor:
     """Sums for each token its rows times their weights, in at least float32.
 
@@ -143,10 +173,7 @@ class _Permute(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, plan: RowPlan) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(plan.row_of_choice_TK)
         ctx.padded = plan.padded
-        top_k = weights_TK.shape[1]
-        # A row of padding has choice T * K, hence token T: past the end.
-        rows_RD = take_rows(x_TD, plan.choice_of_row_R // top_k, plan.padded)
-        return rows_RD, take_rows(weights_TK.flatten(), plan.choice_of_row_R, plan.padded)
+        return copy_rows(x_TD, plan), take_rows(weights_TK.flatten(), plan.choice_of_row_R, plan.padded)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

@@ -3,11 +3,13 @@
 Shapes: ``B`` batch, ``S`` sequence, ``T`` = B * S tokens, ``D`` hidden size, ``E`` experts, ``K`` experts per token.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_moe.dispatch.base import TokenDispatcher
+from lightning_moe.dispatch.base import Dispatched, TokenDispatcher
 from lightning_moe.moe.balance import count_routed, sequence_balance_loss
 from lightning_moe.moe.experts import GroupedExperts
 from lightning_moe.moe.router import Router, RoutingPlan
@@ -47,6 +49,7 @@ class MoELayer(nn.Module):
         self.experts = experts
         self.shared_experts = shared_experts
         self.dispatcher = dispatcher
+        self.recomputed = False  # whether the region behind the router is computed once more in backward
 
     def forward(
         self,
@@ -89,6 +92,25 @@ class MoELayer(nn.Module):
     def apply_experts(self, x_TD: Tensor, plan: RoutingPlan) -> Tensor:
         """The region behind the router: dispatch, expert computation, combine."""
         dispatched = self.dispatcher.dispatch(x_TD, plan)
-        # Weighted inside the experts, where it costs nothing and no rows have to be kept for the weights' gradient.
-        y_RD = self.experts(dispatched.rows_RD, dispatched.offsets_e, dispatched.weights_R)
+        with nullcontext() if self.recomputed else _rows_not_kept(dispatched):
+            # Weighted inside the experts, where it costs nothing and no rows have to be kept for the weights' gradient.
+            y_RD = self.experts(dispatched.rows_RD, dispatched.offsets_e, dispatched.weights_R)
         return self.dispatcher.combine(y_RD, dispatched._replace(weights_R=None))
+
+
+def _rows_not_kept(dispatched: Dispatched) -> AbstractContextManager[object]:
+    """Makes the rows once more in backward rather than keeping them: K times the tokens, for one copy."""
+    make_rows_again = dispatched.make_rows_again
+    if make_rows_again is None:
+        return nullcontext()
+    where, shape = dispatched.rows_RD.data_ptr(), dispatched.rows_RD.shape
+
+    def pack(tensor: Tensor) -> Tensor | None:
+        # What a precision keeps in a type of its own has no address.
+        plain = type(tensor) is Tensor
+        return None if plain and tensor.data_ptr() == where and tensor.shape == shape else tensor
+
+    def unpack(packed: Tensor | None) -> Tensor:
+        return make_rows_again() if packed is None else packed
+
+    return saved_tensors_hooks(pack, unpack)

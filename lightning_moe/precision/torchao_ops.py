@@ -43,13 +43,21 @@ def has_mx_kernels() -> bool:
         return False
 
 
-@functools.cache
 def torchao_linear(recipe: Recipe) -> Callable[[Tensor, Tensor], Tensor]:
     """Returns torchao's ``(x (..., K), weight (N, K)) -> (..., N)`` of a recipe, differentiable in both.
 
     Raises:
         RuntimeError: This torchao has no such function, or cannot be imported.
     """
+    if recipe.name == "fp8_rowwise":
+        # Otherwise a compiled maximum sees values that the quantised tensor does not have (pytorch#150859).
+        inductor: Any = importlib.import_module("torch._inductor.config")
+        inductor.emulate_precision_casts = True
+    return _torchao_linear(recipe)
+
+
+@functools.cache
+def _torchao_linear(recipe: Recipe) -> Callable[[Tensor, Tensor], Tensor]:
     makers = {"mxfp8": _mxfp8_linear, "fp8_blockwise": _blockwise_linear}
     multiply_rows = makers.get(recipe.name, _float8_linear)(recipe)
     alignment = row_alignment(recipe, "linear", _installed())
@@ -132,10 +140,6 @@ def _float8_linear(recipe: Recipe) -> Callable[[Tensor, Tensor], Tensor]:
         )
     else:
         config = config_class.from_recipe_name(name)
-    if name == "rowwise":
-        # Otherwise a compiled amax sees values that the quantised tensor does not have (pytorch#150859).
-        inductor: Any = importlib.import_module("torch._inductor.config")
-        inductor.emulate_precision_casts = True
     template = linear_class(16, 16, bias=False, device="meta", config=config)
     multiplication = template.linear_mm_config
 

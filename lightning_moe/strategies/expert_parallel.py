@@ -168,7 +168,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         if self.layout.world_size == 1:
             return dataloader
         if self._host_group is None and dist.get_backend() != "gloo":
-            self._host_group = dist.new_group(backend="gloo")
+            group = dist.new_group(backend="gloo")
+            assert isinstance(group, dist.ProcessGroup)  # all processes are in it
+            self._host_group = group
         return equal_batches(dataloader, self._host_group)
 
     def assemble(self, model: MoEModel, seed: int) -> Callable[[Tensor], Tensor]:
@@ -267,6 +269,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             self.setup_optimizers(trainer)
             in_place = trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm == "value"
             if not in_place and all(getattr(one, "takes_gradient_factor", False) for one in self.optimizers):
+                assert self.lightning_module is not None
                 keep_gradients_lowered(self.lightning_module)
         self.setup_precision_plugin()
 

@@ -56,6 +56,7 @@ def apply_to_regions(model: MoEModel, activation_checkpointing: ActivationCheckp
         if activation_checkpointing == "full":
             for module in block.modules():
                 if isinstance(module, MoELayer):
+                    module.recomputed = True
                     module.apply_experts = _recomputed(module.apply_experts)  # type: ignore[method-assign]
 
 

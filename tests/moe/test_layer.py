@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_moe.dispatch.local import LocalDispatcher
 from lightning_moe.moe.experts import GroupedExperts
@@ -109,3 +110,32 @@ def test_no_tokens_at_all() -> None:
     y, stats = layer(draw(0, 9))
     assert y.shape == (0, 9, 16)
     assert stats.counts_E.sum() == 0
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_rows_of_the_experts_are_not_kept_for_backward(recomputed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make()
+    layer.recomputed = recomputed  # the region is then recomputed as a whole, and decides what to keep
+    storages = []
+    dispatch = layer.dispatcher.dispatch
+
+    def watched(*args: Any) -> Any:
+        dispatched = dispatch(*args)
+        storages.append(StorageWeakRef(dispatched.rows_RD.untyped_storage()))
+        return dispatched
+
+    monkeypatch.setattr(layer.dispatcher, "dispatch", watched)
+    y, _ = layer(draw().requires_grad_())
+    assert storages[0].expired() is not recomputed
+    y.sum().backward()
+
+
+def test_an_input_that_changed_in_place_is_an_error_in_backward() -> None:
+    layer = make(shared=False)
+    x = draw().requires_grad_() * 1.0
+    plan = layer.router(x.flatten(0, 1).clone())
+    y = layer.apply_experts(x.flatten(0, 1), plan)
+    with torch.no_grad():
+        x.add_(1.0)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        y.sum().backward()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -194,3 +195,14 @@ def test_an_outlier_drowns_what_shares_its_scale_and_nothing_else() -> None:
         (fp8_tensorwise(), -1, 1),
     ):
         assert least < sqnr(emulated_linear(recipe)(x, weight)[1:], expected) < most
+
+
+def test_operators_keep_the_rules_of_the_library() -> None:
+    x, weight, grad = operands(False, torch.float32)
+    experts = weight.T[None].repeat(4, 1, 1)
+    ops: Any = torch.ops.lightning_moe
+    tiles = ((1, 32), (1, 32), "rceil", False)
+    x, weight, experts = (tensor.requires_grad_() for tensor in (x, weight, experts))
+    torch.library.opcheck(ops.quantised_mm.default, (x, weight, *tiles, "e4m3"))
+    torch.library.opcheck(ops.quantised_grouped_mm.default, (x, experts, GROUPS, *tiles))
+    torch.library.opcheck(ops.quantised_grouped_outer.default, (grad, x.detach(), GROUPS, 32, "rceil"))
