@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_moe.dispatch.base import Dispatched, TokenDispatcher
-from lightning_moe.dispatch.permute import RowPlan, rows_again, permute, plan_rows, sum_rows, unpermute
+from lightning_moe.dispatch.permute import RowPlan, permute, plan_rows, rows_again, sum_rows, unpermute
 from lightning_moe.moe.router import RoutingPlan
 
 
@@ -58,6 +58,8 @@ class AllToAllDispatcher(TokenDispatcher):
         group: The expert-parallel group.
         alignment: Rows to whose multiple each expert's group is padded.
     """
+
+    communicates = True
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup, alignment: int = 1) -> None:
         super().__init__(num_experts, alignment)

@@ -39,6 +39,8 @@ class TokenDispatcher(ABC):
             multiplication needs.
     """
 
+    communicates = False  # whether other work can be done while tokens travel
+
     def __init__(self, num_experts: int, alignment: int = 1) -> None:
         if alignment < 1:
             raise ValueError(f"alignment is {alignment}, but it must be at least 1, as in 32.")

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from lightning_moe.dispatch.base import Dispatched, TokenDispatcher
-from lightning_moe.dispatch.permute import rows_again, permute, plan_rows, unpermute
+from lightning_moe.dispatch.permute import permute, plan_rows, rows_again, unpermute
 from lightning_moe.moe.router import RoutingPlan
 
 

@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_moe.dispatch.base import Dispatched, TokenDispatcher
 from lightning_moe.moe.balance import count_routed, sequence_balance_loss
+from lightning_moe.moe.beside import Beside
 from lightning_moe.moe.experts import GroupedExperts
 from lightning_moe.moe.router import Router, RoutingPlan
 
@@ -73,9 +74,13 @@ class MoELayer(nn.Module):
         batch, sequence, _ = x_BSD.shape
         x_TD = x_BSD.flatten(0, 1)
         plan = self.router(x_TD, None if valid_BS is None else valid_BS.flatten())
-        y_BSD = self.apply_experts(x_TD, plan).view_as(x_BSD)
-        if self.shared_experts is not None:
-            y_BSD = y_BSD + self.shared_experts(x_BSD)
+        if self.shared_experts is None:
+            y_BSD = self.apply_experts(x_TD, plan).view_as(x_BSD)
+        elif self.dispatcher.communicates and x_BSD.is_cuda:
+            shared = Beside(self.shared_experts, x_BSD)
+            y_BSD = self.apply_experts(x_TD, plan).view_as(x_BSD) + shared.result()
+        else:
+            y_BSD = self.apply_experts(x_TD, plan).view_as(x_BSD) + self.shared_experts(x_BSD)
 
         indices_BSK = plan.indices_TK.unflatten(0, (batch, sequence))
         counts_BE = count_routed(indices_BSK, self.router.n_routed_experts)

@@ -21,8 +21,8 @@ class AdamW(torch.optim.AdamW):
     that element alone, so it is the same for sharded parameters. The fused kernel also reads ``optimizer.found_inf``
     (a scalar tensor): while that is 1, ``step`` changes no parameter, moment or step count, without a host sync.
 
-    On CUDA the fused kernel is one of our own, in one pass over memory. It takes ``optimizer.gradient_factor`` (a scalar
-    tensor, for one step) as a factor on all gradients, and gradients in another dtype than the parameters'.
+    On CUDA the fused kernel is one of our own, in one pass over memory. It takes ``optimizer.gradient_factor`` (a
+    scalar tensor, for one step) as a factor on all gradients, and gradients of another dtype than the parameters'.
 
     Args:
         params: Parameters, ``(name, parameter)`` pairs, or groups (dicts) of either.
@@ -31,8 +31,8 @@ class AdamW(torch.optim.AdamW):
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay of the matrices.
         fused: Whether to use the fused kernel; ``None`` chooses as described above.
-        moments: Dtype that moments are stored in: ``"float32"`` stands for the parameters' own dtype; ``"bfloat16"``, as
-            in the report (section 3.3.2), halves their memory. They are updated in at least float32 either way.
+        moments: Dtype that moments are stored in: ``"float32"`` stands for the parameters' own dtype; ``"bfloat16"``,
+            as in the report (section 3.3.2), halves their memory. They are updated in at least float32 either way.
 
     Raises:
         ValueError: If a value is out of range.

@@ -35,7 +35,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations i
     SKIPPABLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    if SKIPPABLE:
+    if SKIPPABLE:  # noqa: SIM102 - what is compiled, and what is computed
         if tl.load(skip_ptr) != 0:
             return
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

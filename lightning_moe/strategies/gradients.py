@@ -52,9 +52,17 @@ def _squared_norm_here(grads: list[Tensor], like: Tensor) -> Tensor:
         alike[_copies(grad), grad.dtype].append(_local(grad))
     squared = torch.zeros_like(like)
     for (copies, dtype), local in alike.items():
-        norms = torch.stack(torch._foreach_norm(local, 2, torch.promote_types(dtype, torch.float32)))
-        squared += norms.to(squared.dtype).square().sum() / copies
+        squared += _sum_of_squares(local, dtype).to(squared.dtype) / copies
     return squared
+
+
+def _sum_of_squares(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
+    if grads[0].device.type == "cuda" and dtype in (torch.float32, torch.bfloat16):
+        from lightning_moe.strategies.norm_kernel import sum_of_squares
+
+        return sum_of_squares(grads)
+    norms = torch._foreach_norm(grads, 2, torch.promote_types(dtype, torch.float32))
+    return torch.stack(norms).square().sum()
 
 
 def _local(grad: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 Regions are attention (``attend`` of a block), expert computation (``compute`` of the experts), and dense and shared
 feed-forwards. Router, dispatch and combine stay outside, so that no token is routed, sent or counted twice, and
-nothing is compiled across them; routers are compiled by themselves, and never recomputed. ``full`` recomputes one region more, ``apply_experts`` of a MoE layer: dispatch is then
+nothing is compiled across them; routers are compiled by themselves, and never recomputed.
+
+``full`` recomputes one region more, ``apply_experts`` of a MoE layer: dispatch is then
 repeated once in backward, with the choices that the router made in forward.
 """
 

@@ -62,6 +62,8 @@ class DeepEPDispatcher(TokenDispatcher):
         environment: Variables that DeepEP reads, set before it is imported, as in ``{EP_DISABLE_GIN: "1"}``.
     """
 
+    communicates = True
+
     def __init__(
         self,
         num_experts: int,

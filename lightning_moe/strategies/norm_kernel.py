@@ -1,0 +1,40 @@
+"""The sum of squares of many tensors, as a Triton kernel."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+_BLOCKS_PER_PROGRAM = 16
+
+
+@triton.jit
+def _sum_of_squares_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
+    source_ptr, out_ptr, size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+):
+    program = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for block in range(BLOCKS):
+        offsets = (program * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(source_ptr + offsets, mask=offsets < size, other=0.0).to(tl.float32)
+        total += values * values
+    tl.store(out_ptr + program, tl.sum(total, axis=0))
+
+
+def sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    """Sums the squares of all elements in float32, in an order that depends on sizes alone.
+
+    Args:
+        tensors: Dense tensors of one device, of any floating-point dtypes up to float32.
+
+    Returns:
+        A float32 scalar.
+    """
+    per_program = _BLOCK * _BLOCKS_PER_PROGRAM
+    programs = [triton.cdiv(tensor.numel(), per_program) for tensor in tensors]
+    partial = torch.empty(sum(programs), dtype=torch.float32, device=tensors[0].device)
+    for tensor, count, out in zip(tensors, programs, partial.split(programs), strict=True):
+        if count:
+            _sum_of_squares_kernel[(count,)](tensor, out, tensor.numel(), BLOCK=_BLOCK, BLOCKS=_BLOCKS_PER_PROGRAM)
+    return partial.sum()
