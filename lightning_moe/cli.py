@@ -26,7 +26,7 @@ from lightning_moe.config_loader import command_folder, expand_arguments
 from lightning_moe.console_noise import quiet_console
 from lightning_moe.models.module import MoELightningModule
 from lightning_moe.strategies.launching import brings_cluster_environment, choose_devices, is_requeued
-from lightning_moe.tools import TOOLS, tool_function
+from lightning_moe.tools import TOOLS, gather_arguments_of_fit, tool_function
 from lightning_moe.usage_errors import UsageError, explain, name_field, shorten
 
 DEFAULT_SEED = 1337
@@ -137,7 +137,7 @@ class MoECLI(LightningCLI):
         if args is None:
             args = sys.argv[1:]
         if isinstance(args, list):
-            self.config = parser.parse_args(expand_arguments(args))
+            self.config = parser.parse_args(expand_arguments(gather_arguments_of_fit(args)))
         else:
             self.config = parser.parse_object(args)
 
@@ -208,7 +208,9 @@ class MoECLI(LightningCLI):
         try:
             if subcommand in TOOLS:
                 settings = self.parser.instantiate_classes(self.config)[subcommand]
-                tool_function(subcommand)(**settings.as_dict())
+                status = tool_function(subcommand)(**settings.as_dict())
+                if isinstance(status, int) and status:
+                    raise SystemExit(status)
             elif subcommand == "fit":
                 self._fit()
             else:
@@ -361,8 +363,8 @@ def main(args: Sequence[str] | None = None) -> int:
         args: The arguments; ``None`` takes those of the process.
 
     Returns:
-        The exit status: 0, 2 for what the user has to correct, 128 and the signal's number (130 after Ctrl-C, 143 after
-        SIGTERM) when training was asked to stop.
+        The exit status: 0, 2 for what the user has to correct, 1 for a run that ``doctor`` finds not to work, 128 and
+        the signal's number (130 after Ctrl-C, 143 after SIGTERM) when training was asked to stop.
     """
     arguments = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in arguments

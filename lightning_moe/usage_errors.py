@@ -24,6 +24,7 @@ _NOT_ACCEPTED = re.compile(
 _UNRECOGNIZED = re.compile(r"^unrecognized arguments: --([^\s=]+)")
 _REQUIRED = re.compile(r"^the following arguments are required: (.*)$")
 _CALLABLE = re.compile(r"^Type .* expects a function or a callable class: ")
+_SUBCLASS = re.compile(r"^Expected '([^']+)' to be a subclass of <class '(?:[^']*\.)?([^'.]+)'>\.*$")
 _BUILT = re.compile(r"\.? Got value: Namespace\(class_path='([^']+)'.*$")
 _NOISE = (
     "Does not validate against any",
@@ -34,6 +35,14 @@ _NOISE = (
     "Expected a path but",
 )
 
+# Values that users of other trainers give to `trainer.precision`: the plugin, and the overlay that adds it
+_PRECISION_PLUGINS = {
+    "mxfp8": ("MXFP8Precision", "mxfp8"),
+    "fp8": ("Float8Precision", "float8"),
+    "float8": ("Float8Precision", "float8"),
+    "blockwise_fp8": ("BlockwiseFP8Precision", "blockwise_fp8"),
+    "fp8_blockwise": ("BlockwiseFP8Precision", "blockwise_fp8"),
+}
 
 _wrapper = textwrap.TextWrapper(
     _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False, drop_whitespace=True
@@ -72,7 +81,9 @@ def explain(message: str, parser: ArgumentParser | None = None) -> str:
         line = indented.strip().removeprefix("- ")
         indent = len(indented) - len(indented.lstrip())
         if match := _KEY.match(line):
-            path += [match[1]] if path[-1:] != [match[1]] else []
+            if path[-1:] != [match[1]]:
+                path.append(match[1])
+                expected, expected_at = [], 0  # what the class that has this setting may be instead is no answer
             line = match[2]
         if match := _CLASS.match(line):
             class_path, line = match[1], match[2]
@@ -87,7 +98,10 @@ def explain(message: str, parser: ArgumentParser | None = None) -> str:
         if match := _UNRECOGNIZED.match(line) or _NOT_ACCEPTED.match(line):
             name = ".".join(part for part in match.groups() if part)
             return _unknown_name(".".join(path), name, class_path, parser)
-        if match := _EXPECTED.match(line):
+        if match := _SUBCLASS.match(line):
+            expected.append(f"a subclass of {match[2]}")
+            value = match[1] if value is None else value
+        elif match := _EXPECTED.match(line):
             # What the whole class may be instead (null) is no answer to what a setting of it must be
             if not expected or indent >= expected_at:
                 expected.append(_type_name(match[1]))
@@ -97,9 +111,17 @@ def explain(message: str, parser: ArgumentParser | None = None) -> str:
             value = _plain_value(line) if value is None else value
         elif line and not line.startswith(_NOISE):
             rules.append(_in_plain_words(re.sub(r"\. Got value: .*$", "", line)))
+    if path == ["trainer.precision"] and value is not None and value.lower() in _PRECISION_PLUGINS:
+        plugin, overlay = _PRECISION_PLUGINS[value.lower()]
+        return (
+            f"trainer.precision is {value!r}, which is a plugin here: add --config configs/precision/{overlay}.yaml, "
+            f"or --trainer.plugins+=lightning_moe.{plugin}"
+        )
     if rules == [] and expected:
         allowed = " or ".join(dict.fromkeys(expected))
         rules = [f"must be {allowed}" if value is None else f"{value} is not allowed; it must be {allowed}"]
+        close = close_names(value, _choices(expected)) if value is not None else []
+        rules += [f"Did you mean {' or '.join(close)}?"] if close else []
     elif value is not None and not any(value in rule for rule in rules):
         rules = [f"{value} is not allowed", *rules]
     text = "\n".join(dict.fromkeys(rules))
@@ -213,6 +235,8 @@ def _in_plain_words(rule: str) -> str:
 
 
 def _type_name(text: str) -> str:
+    if text.startswith("dot import path string"):
+        return "the path of a class, as in package.Name"
     names = {"NoneType": "null", "str": "a text", "bool": "true or false", "int": "a whole number", "float": "a number"}
     names["dict"] = "a mapping {key: value}"
     text = re.sub(r"<class '([^']+)'>", lambda match: names.get(match[1].rsplit(".", 1)[-1], match[1]), text)
@@ -221,6 +245,11 @@ def _type_name(text: str) -> str:
 
 def _one_of(match: re.Match[str]) -> str:
     return "one of " + match[1].replace("'", "")
+
+
+def _choices(expected: Iterable[str]) -> list[str]:
+    listed = [text.removeprefix("one of ") for text in expected if text.startswith("one of ")]
+    return [choice for text in listed for choice in text.split(", ")]
 
 
 def _plain_value(line: str) -> str | None:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_moe.cli import main
+from lightning_moe.cli import MoECLI, main
 from lightning_moe.usage_errors import MAX_LINES, UsageError, explain, name_field, shorten
 from tests.callbacks.standins import arguments
 
@@ -12,6 +12,7 @@ WRONG = [
     ("--trainer.max_steps=three", ["trainer.max_steps", "three", "whole number"]),
     ("--trainer.max_steps=1.5", ["trainer.max_steps", "1.5", "whole number"]),
     ("--trainer.precision=int3", ["trainer.precision", "int3", "bf16-mixed"]),
+    ("--trainer.precision=mxfp8", ["is 'mxfp8', which is a plugin", "plugins+=lightning_moe.MXFP8Precision"]),
     ("--trainer.strategy=nonsense", ["nonsense"]),
     ("--trainer.callbacks+=lightning.pytorch.callbacks.EarlyStoping", ["trainer.callbacks", "EarlyStopping"]),
     ("--checkpoint.every_n_step=3", ["checkpoint.every_n_step", "checkpoint.every_n_train_steps"]),
@@ -73,6 +74,16 @@ def test_short_errors(wrong: str, expected: list[str], tmp_path: Path, capfd: py
         ("model: {init_args: {optimizer: {init_args: {lrr: 3}}}}", ["model.optimizer.lrr", "model.optimizer.lr"]),
         ("data: {init_args: {micro_batch_sizes: 3}}", ["data.micro_batch_sizes", "data.micro_batch_size"]),
         ("trainer: {max_steps: [}", ["line 1"]),
+        ("trainer: {precision: fp8}", ["'fp8'", "configs/precision/float8.yaml", "lightning_moe.Float8Precision"]),
+        (
+            "trainer: {strategy: {class_path: lightning_moe.ExpertParallelStrategy, init_args: {dispatcher: deepep}}}",
+            ["trainer.strategy.dispatcher: deepep", "one of auto, all_to_all, deep_ep", "mean deep_ep?"],
+        ),
+        (
+            "trainer: {strategy: {class_path: lightning_moe.ExpertParallelStrategy, init_args: {dispatcher: "
+            "{class_path: lightning_moe.DeepEPDispatcher, init_args: {num_sm: 3}}}}}",
+            ["trainer.strategy.dispatcher.num_sm: there is no such setting", "trainer.strategy.dispatcher.num_sms?"],
+        ),
         ("just a text", ["just a text"]),
     ],
 )
@@ -91,8 +102,9 @@ def test_short_errors_of_files(
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ([], "fit, validate, test, prepare"),
+        ([], "fit, validate, test, prepare, doctor"),
         (["fitt"], "Did you mean fit?"),
+        (["docter"], "Did you mean doctor?"),
         (["fit"], "--config configs/tiny.yaml"),
         (["prepare", "--outputt=x"], "Did you mean output?"),
         (["validate", *arguments("run")], "--ckpt_path last"),
@@ -147,6 +159,54 @@ def test_explain_reads_the_innermost_rule() -> None:
     - Expected a <class 'NoneType'>
   Given value: NestedArg(key='max_tokens', val='much')"""
     assert explain(message) == "data.max_tokens: much is not allowed; it must be a whole number or null"
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8", "float8", "FP8", "blockwise_fp8", "fp8_blockwise"])
+def test_a_precision_that_is_a_plugin_is_answered_with_what_works(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    overlay, plugin = {
+        "mxfp8": ("mxfp8", "MXFP8Precision"),
+        "fp8": ("float8", "Float8Precision"),
+        "float8": ("float8", "Float8Precision"),
+        "blockwise_fp8": ("blockwise_fp8", "BlockwiseFP8Precision"),
+        "fp8_blockwise": ("blockwise_fp8", "BlockwiseFP8Precision"),
+    }[name.lower()]
+    assert main(["fit", *arguments(tmp_path / "run"), f"--trainer.precision={name}"]) == 2
+    assert " ".join(capfd.readouterr().err.split()) == (
+        f"error: trainer.precision is '{name}', which is a plugin here: add --config "
+        f"configs/precision/{overlay}.yaml, or --trainer.plugins+=lightning_moe.{plugin}"
+    )
+    # What it says works
+    configs = Path(__file__).parents[1] / "configs" / "precision"
+    for works in (f"--config={configs / f'{overlay}.yaml'}", f"--trainer.plugins+=lightning_moe.{plugin}"):
+        cli = MoECLI(args=[*arguments(tmp_path / "run"), works], run=False)
+        assert type(cli.trainer.precision_plugin).__name__ == plugin
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "expected"),
+    [
+        (
+            "deepep",
+            "deepep is not allowed; it must be one of auto, all_to_all, deep_ep or the path of a class, as in "
+            "package.Name Did you mean deep_ep?",
+        ),
+        (
+            "lightning_moe.AdamW",
+            "lightning_moe.AdamW is not allowed; it must be one of auto, all_to_all, deep_ep or a subclass of "
+            "TokenDispatcher",
+        ),
+        (
+            "lightning_moe.DeepEPDispatch",
+            "There is no DeepEPDispatch in lightning_moe. Did you mean lightning_moe.DeepEPDispatcher?",
+        ),
+    ],
+)
+def test_a_wrong_dispatcher(dispatcher: str, expected: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    strategy = ["--trainer.strategy=expert_parallel", f"--trainer.strategy.dispatcher={dispatcher}"]
+    assert main(["fit", *arguments(tmp_path / "run"), *strategy]) == 2
+    assert " ".join(capfd.readouterr().err.split()) == f"error: trainer.strategy.dispatcher: {expected}"
 
 
 def test_name_field() -> None:

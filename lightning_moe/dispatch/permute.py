@@ -96,7 +96,7 @@ def copy_rows(x_TD: Tensor, plan: RowPlan) -> Tensor:
     return take_rows(x_TD, plan.choice_of_row_R // plan.row_of_choice_TK.shape[1], plan.padded)
 
 
-def rows_again(x_TD: Tensor, plan: RowPlan) -> Callable[[], Tensor]:
+def rows_again(x_TD: Tensor, plan: RowPlan) -> Callable[[], Tensor] | None:
     """Returns a function that copies tokens to their rows once more, later.
 
     Args:
@@ -104,8 +104,11 @@ def rows_again(x_TD: Tensor, plan: RowPlan) -> Callable[[], Tensor]:
         plan: Where the rows stand.
 
     Returns:
-        The function; it raises RuntimeError if the tokens have been changed in place since.
+        The function, which raises RuntimeError if the tokens have been changed in place since; ``None`` where nothing
+        is kept for backward.
     """
+    if not torch.is_grad_enabled():
+        return None
     x_TD = x_TD.detach()
     version = x_TD._version
 

@@ -46,7 +46,8 @@ def linear_cross_entropy(
 
     Args:
         hidden_TD: Hidden states.
-        weight_VD: Weight of the head.
+        weight_VD: Weight of the head. One of another dtype than the hidden states is multiplied in theirs, and gets its
+            gradient in its own, unrounded.
         labels_T: Target of each position, int64; -100 is ignored.
         predictions: Whether to return the most likely token of each position too.
         chunk_tokens: Tokens per chunk; by default as many as keep the logits of a chunk within 256 MiB on a CPU and
@@ -54,7 +55,7 @@ def linear_cross_entropy(
     """
     if torch.is_autocast_enabled(hidden_TD.device.type):
         dtype = torch.get_autocast_dtype(hidden_TD.device.type)
-        hidden_TD, weight_VD = hidden_TD.to(dtype), weight_VD.to(dtype)
+        hidden_TD = hidden_TD.to(dtype)
     if chunk_tokens is None:
         chunk_tokens = _chunk_tokens(hidden_TD.shape[0], weight_VD.shape[0], hidden_TD.device.type)
     loss, predictions_T = _LinearCrossEntropy.apply(hidden_TD, weight_VD, labels_T, predictions, chunk_tokens)
@@ -115,6 +116,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, predictions: bool, chunk_tokens: int
     ) -> tuple[Tensor, Tensor | None]:
         hidden_grad, weight_grad = ctx.needs_input_grad[:2]
+        ctx.weight_dtype = weight_VD.dtype
+        weight_VD = weight_VD.to(hidden_TD.dtype)
         accurate = torch.promote_types(hidden_TD.dtype, torch.float32)
         loss = torch.zeros((), dtype=accurate, device=hidden_TD.device)
         grad_hidden_TD = torch.empty_like(hidden_TD) if hidden_grad else None
@@ -134,7 +137,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_weight_VD is not None:
                 _add_outer(grad_weight_VD, grad_logits, hidden)
             del logits, grad_logits  # before the next chunk takes as much
-        ctx.weight_dtype = weight_VD.dtype
         # Not saved tensors: backward scales them in place, and so it can run only once.
         ctx.grads = (grad_hidden_TD, grad_weight_VD)
         if predictions_T is not None:

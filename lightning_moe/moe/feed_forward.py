@@ -17,6 +17,13 @@ class Linear(nn.Linear):
         self.initializer_range = initializer_range
         super().__init__(in_features, out_features, bias=False)
 
+    @property
+    def master_weight(self) -> Tensor:
+        """The weight as it is held, where ``weight`` may be a copy in the compute dtype."""
+        weight = self._parameters["weight"]
+        assert weight is not None
+        return weight
+
     def reset_parameters(self) -> None:
         """Draws the weight anew."""
         nn.init.normal_(self.weight, std=self.initializer_range)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lightning_moe.moe.gate_mm import gate_mm
 
 
 class RoutingPlan(NamedTuple):
@@ -102,7 +103,7 @@ class Router(nn.Module):
             valid_T: Bool; tokens that are False (padding) go nowhere. ``None`` when all are valid.
         """
         with torch.autocast(x_TD.device.type, enabled=False):
-            logits_TE = F.linear(x_TD.to(self.weight.dtype), self.weight)
+            logits_TE = gate_mm(x_TD, self.weight)
             scores_TE = logits_TE.sigmoid() if self.scoring_func == "sigmoid" else logits_TE.softmax(dim=-1)
             indices_TK = self._choose(scores_TE.detach() + self.e_score_correction_bias)
             weights_TK = scores_TE.gather(1, indices_TK)

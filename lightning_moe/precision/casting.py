@@ -35,6 +35,12 @@ def cast_on_use(model: nn.Module, dtype: torch.dtype) -> None:
 def _casting_class(original: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype) -> type[nn.Module]:
     # One class for all modules of a kind, so that torch.compile takes them for the same.
     members: dict[str, object] = {name: _reader(name, dtype) for name in names}
+    if issubclass(original, nn.Embedding):  # the rows that are looked up, not the whole table
+
+        def forward(self: nn.Embedding, input: Tensor) -> Tensor:
+            return original.forward(self, input).to(dtype)
+
+        members = {"forward": forward}
     members |= {"__module__": original.__module__, "_reads_parameters_in": dtype}
     return type(original.__name__, (original,), members)
 

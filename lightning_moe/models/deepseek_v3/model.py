@@ -177,5 +177,5 @@ class DeepSeekV3Model(MoEModel):
     def _cross_entropy(self, hidden_BSD: Tensor, labels_BS: Tensor, predictions: bool) -> CrossEntropy:
         # The weight is used directly, so that the logits never exist as a whole.
         return linear_cross_entropy(
-            hidden_BSD.flatten(0, 1), self.lm_head.weight, labels_BS.flatten(), predictions=predictions
+            hidden_BSD.flatten(0, 1), self.lm_head.master_weight, labels_BS.flatten(), predictions=predictions
         )
