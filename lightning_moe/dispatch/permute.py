@@ -37,6 +37,7 @@ def plan_rows(
     *,
     all_valid: bool = False,
     num_choices: int | None = None,
+    num_rows: int | None = None,
 ) -> RowPlan:
     """Plans the rows in the experts' order, each group padded to the alignment.
 
@@ -49,22 +50,31 @@ def plan_rows(
         alignment: Rows to whose multiple each group is padded.
         all_valid: Whether it is known that no index is -1.
         num_choices: How many indices are not -1, where that is known on the host; otherwise as many as there are.
+        num_rows: The number of rows, where the host knows how many choices each expert has; otherwise enough for the
+            worst case.
     """
     choices = indices_TK.numel()
     device = indices_TK.device
+    padded = alignment > 1 or not all_valid
+    present = choices if num_choices is None else num_choices
+    rows = choices
+    if padded:
+        rows = -(-(present + (alignment - 1) * min(num_experts, present)) // alignment) * alignment
+    rows = rows if num_rows is None else num_rows
+    if device.type == "cuda":
+        from lightning_moe.dispatch.plan_kernel import plan_rows_kernel
+
+        return RowPlan(*plan_rows_kernel(indices_TK.contiguous(), num_experts, alignment, rows, padded), padded)
     sort_keys = indices_TK.flatten() if all_valid else indices_TK.flatten() % (num_experts + 1)  # -1 sorts last
     sorted_keys, choice_in_order = sort_keys.sort(stable=True)
     experts = torch.arange(num_experts, device=device)
     ends_E = torch.searchsorted(sorted_keys, experts, right=True)
-    padded = alignment > 1 or not all_valid
     if not padded:
         row_of_choice = torch.empty_like(choice_in_order).scatter_(
             0, choice_in_order, torch.arange(choices, device=device)
         )
         return RowPlan(row_of_choice.view_as(indices_TK), choice_in_order, ends_E.to(torch.int32), padded)
 
-    present = choices if num_choices is None else num_choices
-    rows = -(-(present + (alignment - 1) * min(num_experts, present)) // alignment) * alignment
     starts_E = F.pad(ends_E[:-1], (1, 0))
     counts_E = ends_E - starts_E
     aligned_ends_E = ((counts_E + alignment - 1) // alignment * alignment).cumsum(0)
@@ -92,8 +102,16 @@ def permute(x_TD: Tensor, weights_TK: Tensor, plan: RowPlan) -> tuple[Tensor, Te
 
 def copy_rows(x_TD: Tensor, plan: RowPlan) -> Tensor:
     """Copies tokens to their rows, without a gradient; padding is zero."""
+    return _copy_rows(x_TD, plan.choice_of_row_R, plan.row_of_choice_TK.shape[1], plan.padded)
+
+
+def _copy_rows(x_TD: Tensor, choice_of_row_R: Tensor, top_k: int, padded: bool) -> Tensor:
+    if _has_kernels(x_TD):
+        from lightning_moe.dispatch.permute_kernel import copy_rows_kernel
+
+        return copy_rows_kernel(x_TD.contiguous(), choice_of_row_R, top_k)[0]
     # A row of padding has choice T * K, hence token T: past the end.
-    return take_rows(x_TD, plan.choice_of_row_R // plan.row_of_choice_TK.shape[1], plan.padded)
+    return take_rows(x_TD, choice_of_row_R // top_k, padded)
 
 
 def rows_again(x_TD: Tensor, plan: RowPlan) -> Callable[[], Tensor] | None:
@@ -154,7 +172,7 @@ def sum_rows(source_RD: Tensor, index_TK: Tensor, padded: bool, weights_R: Tenso
     if _has_kernels(source_RD):
         from lightning_moe.dispatch.permute_kernel import sum_rows_kernel
 
-        return sum_rows_kernel(source_RD.contiguous(), index_TK, weights_R)
+        return sum_rows_kernel(source_RD.contiguous(), index_TK, weights_R)[0]
     weights_TK = None
     if weights_R is not None:
         weights_TK = take_rows(weights_R, index_TK.flatten(), padded).view_as(index_TK)
@@ -176,12 +194,24 @@ class _Permute(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, plan: RowPlan) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(plan.row_of_choice_TK)
         ctx.padded = plan.padded
+        if _has_kernels(x_TD):
+            from lightning_moe.dispatch.permute_kernel import copy_rows_kernel
+
+            rows_RD, weights_R = copy_rows_kernel(
+                x_TD.contiguous(), plan.choice_of_row_R, weights_TK.shape[1], weights_TK.contiguous()
+            )
+            assert weights_R is not None
+            return rows_RD, weights_R
         return copy_rows(x_TD, plan), take_rows(weights_TK.flatten(), plan.choice_of_row_R, plan.padded)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         grad_rows_RD, grad_weights_R = grads
         (row_of_choice_TK,) = ctx.saved_tensors
+        if _has_kernels(grad_rows_RD):
+            from lightning_moe.dispatch.permute_kernel import sum_rows_kernel
+
+            return *sum_rows_kernel(grad_rows_RD.contiguous(), row_of_choice_TK, None, grad_weights_R), None
         grad_x = sum_rows(grad_rows_RD.contiguous(), row_of_choice_TK, ctx.padded)
         grad_weights = take_rows(grad_weights_R, row_of_choice_TK.flatten(), ctx.padded).view_as(row_of_choice_TK)
         return grad_x, grad_weights, None
@@ -200,7 +230,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (choice_of_row_R,) = ctx.saved_tensors
-        return take_rows(grads[0], choice_of_row_R // ctx.top_k, ctx.padded), None
+        return _copy_rows(grads[0], choice_of_row_R, ctx.top_k, ctx.padded), None
 
 
 class _Unpermute(torch.autograd.Function):

@@ -12,15 +12,77 @@ _BLOCK = 1024
 
 
 @triton.jit
+def _copy_rows_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
+    source_ptr,
+    choice_ptr,
+    weights_ptr,
+    out_ptr,
+    out_weights_ptr,
+    choices,
+    hidden,
+    TOP_K: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    choice = tl.load(choice_ptr + row)
+    present = choice < choices  # a row of padding belongs to no token
+    token = choice // TOP_K
+    for start in range(0, hidden, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < hidden
+        values = tl.load(source_ptr + token * hidden + columns, mask=inside & present, other=0.0)
+        tl.store(out_ptr + row * hidden + columns, values, mask=inside)
+    if WEIGHTED:
+        tl.store(out_weights_ptr + row, tl.load(weights_ptr + choice, mask=present, other=0.0))
+
+
+def copy_rows_kernel(
+    source_TD: Tensor, choice_of_row_R: Tensor, top_k: int, weights_TK: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Copies tokens, and where there are some their weights, to rows; a row of padding is zero.
+
+    Args:
+        source_TD: Tokens, contiguous.
+        choice_of_row_R: Choice ``t * K + k`` of each row, int64; T * K for a row of padding.
+        top_k: Choices ``K`` of a token.
+        weights_TK: Weight of each choice, contiguous, or ``None``.
+
+    Returns:
+        ``(R, D)`` in the tokens' dtype, and ``(R,)`` in the weights'.
+    """
+    rows, (tokens, hidden) = choice_of_row_R.shape[0], source_TD.shape
+    out_RD = source_TD.new_empty(rows, hidden)
+    out_weights = None if weights_TK is None else weights_TK.new_empty(rows)
+    if rows:
+        _copy_rows_kernel[(rows,)](
+            source_TD,
+            choice_of_row_R,
+            source_TD if weights_TK is None else weights_TK,
+            out_RD,
+            out_RD if out_weights is None else out_weights,
+            tokens * top_k,
+            hidden,
+            TOP_K=top_k,
+            WEIGHTED=weights_TK is not None,
+            BLOCK=_BLOCK,
+        )
+    return out_RD, out_weights
+
+
+@triton.jit
 def _sum_rows_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     source_ptr,
     index_ptr,
     weights_ptr,
     out_ptr,
+    values_ptr,
+    picked_ptr,
     rows,
     hidden,
     TOP_K: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    PICK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -34,36 +96,46 @@ def _sum_rows_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotation
         if WEIGHTED:
             values *= tl.load(weights_ptr + row, mask=present, other=0.0).to(tl.float32)
         total += values
+        if PICK:
+            if tl.program_id(1) == 0:
+                tl.store(picked_ptr + token * TOP_K + k, tl.load(values_ptr + row, mask=present, other=0.0))
     tl.store(out_ptr + token * hidden + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def sum_rows_kernel(source_RD: Tensor, index_TK: Tensor, weights_R: Tensor | None) -> Tensor:
+def sum_rows_kernel(
+    source_RD: Tensor, index_TK: Tensor, weights_R: Tensor | None, values_R: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Sums K (weighted) rows per token in float32; an index of R or more counts for nothing.
 
     Args:
         source_RD: Rows, contiguous.
         index_TK: Row of each choice, int64.
         weights_R: Weight of each row, or ``None`` for a plain sum.
+        values_R: Something of each row to be picked for its choice, or ``None``.
 
     Returns:
-        ``(T, D)`` in the rows' dtype.
+        ``(T, D)`` in the rows' dtype, and the picked values ``(T, K)``.
     """
     tokens, top_k = index_TK.shape
     rows, hidden = source_RD.shape
     out_TD = torch.empty(tokens, hidden, dtype=source_RD.dtype, device=source_RD.device)
+    picked_TK = None if values_R is None else values_R.new_empty(index_TK.shape)
     if out_TD.numel():
         _sum_rows_kernel[(tokens, triton.cdiv(hidden, _BLOCK))](
             source_RD,
             index_TK,
             source_RD if weights_R is None else weights_R,
             out_TD,
+            source_RD if values_R is None else values_R,
+            out_TD if picked_TK is None else picked_TK,
             rows,
             hidden,
             TOP_K=top_k,
             WEIGHTED=weights_R is not None,
+            PICK=values_R is not None,
             BLOCK=_BLOCK,
         )
-    return out_TD
+    return out_TD, picked_TK
 
 
 @triton.jit

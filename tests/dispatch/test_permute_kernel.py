@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 
 _CHECK = """
 import torch
-from lightning_moe.dispatch.permute import plan_rows, sum_rows, unpermute
-from lightning_moe.dispatch.permute_kernel import spread_kernel, sum_rows_kernel
+from lightning_moe.dispatch.permute import permute, plan_rows, sum_rows, unpermute
+from lightning_moe.dispatch.permute_kernel import copy_rows_kernel, spread_kernel, sum_rows_kernel
 
 torch.manual_seed(0)
 for tokens, hidden, top_k, experts, alignment in ((9, 40, 2, 4, 1), (33, 1500, 3, 8, 16), (5, 1024, 1, 4, 1)):
@@ -25,7 +25,17 @@ for tokens, hidden, top_k, experts, alignment in ((9, 40, 2, 4, 1), (33, 1500, 3
     grad = torch.randn(tokens, hidden)
     for w in (None, weights):
         expected = sum_rows(y, plan.row_of_choice_TK, plan.padded, w)
-        torch.testing.assert_close(sum_rows_kernel(y, plan.row_of_choice_TK, w), expected, rtol=1e-6, atol=1e-6)
+        values = torch.randn(rows)
+        total, picked = sum_rows_kernel(y, plan.row_of_choice_TK, w, values)
+        torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-6)
+        assert torch.equal(picked, torch.cat([values, torch.zeros(1)])[plan.row_of_choice_TK])
+        assert sum_rows_kernel(y, plan.row_of_choice_TK, w)[1] is None
+    x, choice_weights = torch.randn(tokens, hidden), torch.rand(tokens, top_k)
+    copied, copied_weights = copy_rows_kernel(x, plan.choice_of_row_R, top_k, choice_weights)
+    expected_rows, expected_weights = permute(x, choice_weights, plan)
+    assert torch.equal(copied, expected_rows)
+    assert torch.equal(copied_weights, expected_weights)
+    assert torch.equal(copy_rows_kernel(x, plan.choice_of_row_R, top_k)[0], expected_rows)
     leaves = y.clone().requires_grad_(), weights.clone().requires_grad_()
     unpermute(*leaves, plan).backward(grad)
     grad_y, grad_weights = spread_kernel(grad, y, weights, plan.choice_of_row_R, top_k)

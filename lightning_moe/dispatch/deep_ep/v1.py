@@ -78,13 +78,19 @@ class TransportV1(Transport):
             )
             self._wait(event)
         # DeepEP's host has waited for the counts already, so that rows can be planned without another wait.
-        return x_MD, weights_MK, handle, (ids_MK, sum(counts))
+        return x_MD, weights_MK, handle, (ids_MK, counts)
 
     def in_expert_order(
         self, x_MD: Tensor, weights: Tensor, layout: Any, alignment: int
     ) -> tuple[Tensor, Tensor, RowPlan]:
-        local_ids_MK, num_choices = layout
-        rows = plan_rows(local_ids_MK, self.num_local_experts, alignment, num_choices=num_choices)
+        local_ids_MK, counts = layout
+        rows = plan_rows(
+            local_ids_MK,
+            self.num_local_experts,
+            alignment,
+            num_choices=sum(counts),
+            num_rows=sum(-(-count // alignment) * alignment for count in counts),
+        )
         # Choices of other ranks (-1) have no row: their weights are never read and their gradients are 0, as the sum
         # over ranks in combine needs.
         rows_RD, weights_R = permute(x_MD, weights, rows)
