@@ -96,7 +96,7 @@ def _sum_rows_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotation
         if WEIGHTED:
             values *= tl.load(weights_ptr + row, mask=present, other=0.0).to(tl.float32)
         total += values
-        if PICK:
+        if PICK:  # noqa: SIM102 - what is compiled, and what is computed
             if tl.program_id(1) == 0:
                 tl.store(picked_ptr + token * TOP_K + k, tl.load(values_ptr + row, mask=present, other=0.0))
     tl.store(out_ptr + token * hidden + columns, total.to(out_ptr.dtype.element_ty), mask=inside)

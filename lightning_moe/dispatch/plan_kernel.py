@@ -92,7 +92,8 @@ def plan_rows_kernel(
         padded: Whether there can be rows without a choice.
 
     Returns:
-        Row of each choice ``(T, K)`` int64, choice of each row ``(R,)`` int64, end of each expert's rows ``(E,)`` int32.
+        Row of each choice ``(T, K)`` int64, choice of each row ``(R,)`` int64, end of each expert's rows ``(E,)``
+        int32.
     """
     choices, device = indices_TK.numel(), indices_TK.device
     experts = triton.next_power_of_2(num_experts)

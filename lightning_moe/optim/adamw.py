@@ -102,6 +102,9 @@ class AdamW(torch.optim.AdamW):
         from lightning_moe.optim.adamw_kernel import adamw_
 
         skip: Tensor | None = getattr(self, "found_inf", None)
+        factor, grad_scale = self.gradient_factor, getattr(self, "grad_scale", None)
+        if grad_scale is not None:  # a GradScaler leaves it to the kernel to undo its scale
+            factor = 1.0 / grad_scale if factor is None else factor / grad_scale
         steps = lists[-1]
         # A list, as a tensor for all would be read by the host.
         torch._foreach_add_(steps, 1 if skip is None else [1 - skip] * len(steps))
@@ -112,7 +115,7 @@ class AdamW(torch.optim.AdamW):
                 _local(exp_avg),
                 _local(exp_avg_sq),
                 step,
-                factor=self.gradient_factor,
+                factor=factor,
                 skip=skip,
                 lr=group["lr"],
                 betas=group["betas"],

@@ -53,8 +53,9 @@ def loader(batches: list[Batch], sized: bool) -> Any:
 
 
 def train(
-    world_size: int, batches: list[Batch], validation: list[Batch], sized: bool
-) -> tuple[dict[str, Tensor], float]:
+    world_size: int, batches: list[Batch], validation: list[Batch], more: list[Batch], sized: bool
+) -> tuple[dict[str, Tensor], float, float]:
+    """Trains and validates; returns the weights, and the losses of two validations."""
     seed_everything(11, verbose=False)
     torch.set_default_dtype(torch.float64)
     trainer = make_trainer(
@@ -67,25 +68,29 @@ def train(
     )
     module = DeepSeekV3(CONFIG, sgd)
     trainer.fit(module, loader(batches, sized), loader(validation, sized))
+    loss = trainer.callback_metrics["val/loss"].item()
+    again = trainer.validate(module, loader(more, sized), verbose=False)[0]["val/loss"]
     torch.set_default_dtype(torch.float32)
-    return processes.whole(module.state_dict()), trainer.callback_metrics["val/loss"].item()
+    return processes.whole(module.state_dict()), loss, again
 
 
-PER_RANK = {0: [0, 1, 2], 1: [3]}, {0: [4], 1: []}  # numbers of the batches in training and in validation
+# Numbers of the batches of two processes: in training, in its validation (5 in all), and in one where one has none
+PER_RANK = {0: [0, 1, 2], 1: [3]}, {0: [4, 5, 6], 1: [7, 8]}, {0: [9], 1: []}
 
 
 def train_two(folder: Path) -> None:
-    training, validation = ([batch(n) for n in part[processes.rank()]] for part in PER_RANK)
+    parts = [[batch(n) for n in part[processes.rank()]] for part in PER_RANK]
     for sized in (True, False):
-        processes.save(folder / f"{sized}.pt", train(2, training, validation, sized))
+        processes.save(folder / f"{sized}.pt", train(2, *parts, sized))
 
 
 def test_processes_without_batches_go_on_with_ones_that_count_for_nothing(tmp_path: Path) -> None:
     processes.run(2, train_two, tmp_path)
-    expected, loss = train(1, [together(0, 3), batch(1), batch(2)], [batch(4)], sized=True)
+    validation = [batch(number) for number in range(4, 9)]
+    expected, *losses = train(1, [together(0, 3), batch(1), batch(2)], validation, [batch(9)], sized=True)
     for sized in (True, False):
-        state, its_loss = torch.load(tmp_path / f"{sized}.pt")
-        assert its_loss == pytest.approx(loss, rel=1e-10)
+        state, *its_losses = torch.load(tmp_path / f"{sized}.pt")
+        assert its_losses == pytest.approx(losses, rel=1e-10)
         for name, value in expected.items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10, msg=name)
 
