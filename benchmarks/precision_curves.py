@@ -11,6 +11,7 @@ import logging
 import statistics
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,14 @@ from lightning_moe import (
     DeepSeekV3Config,
     ExpertParallelStrategy,
     Float8Precision,
+    MoEPrecision,
     MXFP8Precision,
     TokenSchedule,
 )
 from lightning_moe.data.store import TokenBlocks
 
 SEQUENCE, BATCH, LAST_STEPS = 256, 16, 100
-PLUGINS = {
+PLUGINS: dict[str, Callable[[], MoEPrecision]] = {
     "bf16": BF16Precision,
     "mxfp8": MXFP8Precision,
     "float8": lambda: Float8Precision(linears="rowwise", grouped_mm="rowwise"),
@@ -73,7 +75,7 @@ class Losses(Callback):
 
 def export(store: Path, file: Path, steps: int) -> None:
     """Saves blocks of a store in an order drawn once, so that machines without the store can train on them."""
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for split, wanted in (("train", steps * BATCH), ("validation", 32 * BATCH)):
         blocks = TokenBlocks(store, split, SEQUENCE)
         order = np.random.default_rng(0).permutation(len(blocks))[:wanted]

@@ -50,7 +50,8 @@ class MoELayer(nn.Module):
         self.experts = experts
         self.shared_experts = shared_experts
         self.dispatcher = dispatcher
-        self.recomputed = False  # whether the region behind the router is computed once more in backward
+        # Whether the experts are computed once more in backward: their rows are then kept for that, or made with them.
+        self.recomputed = False
 
     def forward(
         self,

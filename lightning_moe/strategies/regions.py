@@ -55,10 +55,10 @@ def apply_to_regions(model: MoEModel, activation_checkpointing: ActivationCheckp
             if activation_checkpointing != "none" and not _inside_experts(owner, activation_checkpointing):
                 function = _recomputed(function)
             setattr(owner, method, function)
-        if activation_checkpointing == "full":
-            for module in block.modules():
-                if isinstance(module, MoELayer):
-                    module.recomputed = True
+        for module in block.modules() if activation_checkpointing != "none" else ():
+            if isinstance(module, MoELayer):
+                module.recomputed = True
+                if activation_checkpointing == "full":
                     module.apply_experts = _recomputed(module.apply_experts)  # type: ignore[method-assign]
 
 

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -114,7 +116,8 @@ def test_weighted_rows_are_the_rows_times_their_weights(
 ) -> None:
     experts, reference = make(dtype=dtype), make(dtype=dtype).double()
     if replaced:
-        experts.grouped_mm = lambda a, b, offsets: grouped_mm(a, b, offsets)  # type: ignore[method-assign]
+        other: Any = lambda a, b, offsets: grouped_mm(a, b, offsets)
+        experts.grouped_mm = other  # type: ignore[method-assign]
     offsets = torch.tensor(ends, dtype=torch.int32)
     weight_dtype = torch.promote_types(dtype, torch.float32)
     rows, weights = draw(32, 16, dtype=dtype).requires_grad_(), draw(32, seed=1, dtype=weight_dtype).requires_grad_()

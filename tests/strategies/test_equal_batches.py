@@ -79,9 +79,9 @@ PER_RANK = {0: [0, 1, 2], 1: [3]}, {0: [4, 5, 6], 1: [7, 8]}, {0: [9], 1: []}
 
 
 def train_two(folder: Path) -> None:
-    parts = [[batch(n) for n in part[processes.rank()]] for part in PER_RANK]
+    training, validation, more = ([batch(n) for n in part[processes.rank()]] for part in PER_RANK)
     for sized in (True, False):
-        processes.save(folder / f"{sized}.pt", train(2, *parts, sized))
+        processes.save(folder / f"{sized}.pt", train(2, training, validation, more, sized))
 
 
 def test_processes_without_batches_go_on_with_ones_that_count_for_nothing(tmp_path: Path) -> None:
