@@ -172,6 +172,7 @@ def sum_rows(source_RD: Tensor, index_TK: Tensor, padded: bool, weights_R: Tenso
     if _has_kernels(source_RD):
         from lightning_moe.dispatch.permute_kernel import sum_rows_kernel
 
+        weights_R = None if weights_R is None else weights_R.contiguous()
         return sum_rows_kernel(source_RD.contiguous(), index_TK, weights_R)[0]
     weights_TK = None
     if weights_R is not None:
@@ -211,7 +212,9 @@ class _Permute(torch.autograd.Function):
         if _has_kernels(grad_rows_RD):
             from lightning_moe.dispatch.permute_kernel import sum_rows_kernel
 
-            return *sum_rows_kernel(grad_rows_RD.contiguous(), row_of_choice_TK, None, grad_weights_R), None
+            return *sum_rows_kernel(
+                grad_rows_RD.contiguous(), row_of_choice_TK, None, grad_weights_R.contiguous()
+            ), None
         grad_x = sum_rows(grad_rows_RD.contiguous(), row_of_choice_TK, ctx.padded)
         grad_weights = take_rows(grad_weights_R, row_of_choice_TK.flatten(), ctx.padded).view_as(row_of_choice_TK)
         return grad_x, grad_weights, None
@@ -248,7 +251,7 @@ class _Unpermute(torch.autograd.Function):
             from lightning_moe.dispatch.permute_kernel import spread_kernel
 
             grad_y, grad_weights = spread_kernel(
-                grads[0].contiguous(), y_RD.contiguous(), weights_R, choice_of_row_R, ctx.top_k
+                grads[0].contiguous(), y_RD.contiguous(), weights_R.contiguous(), choice_of_row_R, ctx.top_k
             )
             return grad_y, grad_weights, None
         grad_rows_RD = take_rows(grads[0], choice_of_row_R // ctx.top_k, ctx.padded)

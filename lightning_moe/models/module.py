@@ -265,8 +265,13 @@ class MoELightningModule(LightningModule):
         # A step without valid tokens has a scale that is not finite, and is skipped: it has no mean.
         scale = self.trainer.accumulate_grad_batches / num_tokens.to(step.sums["loss"].dtype)
         by_value = gradient_clip_algorithm == "value" and gradient_clip_val is not None
+        applied_later = not by_value and self.leaves_gradients_to_optimizer
         norm = scale_and_clip(
-            self.built_model.parameters(), scale, clip_norm, self.sum_over_data_ranks, None if by_value else bare
+            self.built_model.parameters(),
+            scale,
+            clip_norm,
+            self.sum_over_data_ranks,
+            bare if applied_later else None,
         )
         if by_value:
             assert gradient_clip_val is not None
@@ -278,6 +283,12 @@ class MoELightningModule(LightningModule):
         skipped = (~finite).to(torch.int64)
         self._skipped_steps = skipped if self._skipped_steps is None else self._skipped_steps + skipped
         step.sums["grad_norm"] = norm
+
+    @property
+    def leaves_gradients_to_optimizer(self) -> bool:
+        """Whether nothing reads the gradients after :meth:`configure_gradient_clipping`, which may then leave it to the
+        optimizer to scale them: where a subclass goes on with them, it has to find them scaled and clipped."""
+        return type(self).configure_gradient_clipping is MoELightningModule.configure_gradient_clipping
 
     def _move_biases(self, finite: Tensor) -> None:
         if not self._step_sums.expert_counts:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ class Beside:
         self._main = torch.cuda.current_stream(x.device)
         self._side = _side_stream(x.device)
         self._side.wait_stream(self._main)
+        x = _JoinInBackward.apply(x, self._side)
         with torch.cuda.stream(self._side):
             self._value = function(x)
         x.record_stream(self._side)
@@ -30,6 +32,23 @@ class Beside:
         self._main.wait_stream(self._side)
         self._value.record_stream(self._main)
         return self._value
+
+
+class _JoinInBackward(torch.autograd.Function):
+    """Makes backward wait here for all of the second stream, gradients of the function's parameters included.
+
+    Autograd itself waits only for what crosses over, the gradient of the input; FSDP reduces the others before the end.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, side: torch.cuda.Stream) -> Tensor:
+        ctx.side = side
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        torch.cuda.current_stream(grads[0].device).wait_stream(ctx.side)
+        return grads[0], None
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_moe.dispatch.base import Dispatched, TokenDispatcher
@@ -107,14 +108,17 @@ class MoELayer(nn.Module):
 def _rows_not_kept(dispatched: Dispatched) -> AbstractContextManager[object]:
     """Makes the rows once more in backward rather than keeping them: K times the tokens, for one copy."""
     make_rows_again = dispatched.make_rows_again
-    if make_rows_again is None:
+    # Hooks replace one another: those of a checkpoint around the layer have to see all that is kept.
+    if make_rows_again is None or _top_saved_tensors_default_hooks(True) is not None:
         return nullcontext()
-    where, shape = dispatched.rows_RD.data_ptr(), dispatched.rows_RD.shape
+    rows_RD = dispatched.rows_RD
+    where, version = rows_RD.data_ptr(), rows_RD._version
+    layout = (rows_RD.shape, rows_RD.stride(), rows_RD.dtype)
 
     def pack(tensor: Tensor) -> Tensor | None:
-        # What a precision keeps in a type of its own has no address.
-        plain = type(tensor) is Tensor
-        return None if plain and tensor.data_ptr() == where and tensor.shape == shape else tensor
+        # What a precision keeps in a type of its own has no address, and rows that changed in place are other rows.
+        same = type(tensor) is Tensor and tensor.data_ptr() == where and tensor._version == version
+        return None if same and (tensor.shape, tensor.stride(), tensor.dtype) == layout else tensor
 
     def unpack(packed: Tensor | None) -> Tensor:
         return make_rows_again() if packed is None else packed

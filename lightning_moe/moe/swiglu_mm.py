@@ -32,6 +32,10 @@ def swiglu_grouped_mm(gate_up_R2F: Tensor, weights_R: Tensor | None, b_eFD: Tens
     return torch.ops.lightning_moe.swiglu_grouped_mm(gate_up_R2F, weights_R, b_eFD, offsets_e)
 
 
+def _contiguous(weights_R: Tensor | None) -> Tensor | None:
+    return None if weights_R is None else weights_R.contiguous()
+
+
 def _has_kernels(rows: Tensor) -> bool:
     return rows.device.type == "cuda" and rows.dtype in (torch.bfloat16, torch.float32)
 
@@ -41,7 +45,7 @@ def _swiglu_grouped_mm(gate_up_R2F: Tensor, weights_R: Tensor | None, b_eFD: Ten
     if _has_kernels(gate_up_R2F):
         from lightning_moe.moe.swiglu_kernel import swiglu_kernel
 
-        hidden_RF = swiglu_kernel(gate_up_R2F.contiguous(), weights_R)
+        hidden_RF = swiglu_kernel(gate_up_R2F.contiguous(), _contiguous(weights_R))
     else:
         hidden_RF = swiglu(gate_up_R2F, weights_R)
     return torch.ops.lightning_moe.grouped_mm(hidden_RF, b_eFD, offsets_e)
@@ -59,7 +63,7 @@ def _swiglu_backward(grad_RF: Tensor, gate_up_R2F: Tensor, weights_R: Tensor | N
         from lightning_moe.moe.swiglu_kernel import swiglu_backward_kernel
 
         out_RF, grad_gate_up, grad_weights = swiglu_backward_kernel(
-            grad_RF.contiguous(), gate_up_R2F.contiguous(), weights_R
+            grad_RF.contiguous(), gate_up_R2F.contiguous(), _contiguous(weights_R)
         )
         return out_RF, grad_gate_up, gate_up_R2F.new_empty(0) if grad_weights is None else grad_weights
     dtype = gate_up_R2F.dtype

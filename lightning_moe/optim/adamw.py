@@ -1,6 +1,7 @@
 """AdamW as DeepSeek-V3 is trained with it."""
 
 from collections.abc import Callable, Iterable
+from inspect import unwrap
 from typing import Any, Literal
 
 import torch
@@ -58,17 +59,24 @@ class AdamW(torch.optim.AdamW):
         if fused is None:
             devices = {_tensor(entry).device.type for group in groups for entry in group["params"]}
             # `None` and not `False`: on other devices torch still chooses its multi-tensor kernels
-            fused = True if devices and devices <= _FUSED_DEVICES else None
+            dense = all(_is_dense(_local(_tensor(entry))) for group in groups for entry in group["params"])
+            fused = True if devices and devices <= _FUSED_DEVICES and dense else None
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
         self.defaults["moments"] = moments
 
     @property
     def takes_gradient_factor(self) -> bool:
         """Whether ``gradient_factor`` and gradients of other dtypes are understood: where our kernel runs."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        return all(group["fused"] for group in self.param_groups) and all(
-            param.device.type == "cuda" and param.dtype in (torch.float32, torch.bfloat16) for param in params
-        )
+        if unwrap(type(self).step) is not unwrap(AdamW.step):
+            return False  # a subclass that steps by itself
+        for group in self.param_groups:
+            if not group["fused"] or group["amsgrad"] or group["maximize"] or group["differentiable"]:
+                return False
+            for param in group["params"]:
+                known = param.device.type == "cuda" and param.dtype in (torch.float32, torch.bfloat16)
+                if not (known and _is_dense(_local(param))):
+                    return False
+        return True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -88,13 +96,12 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             lists: tuple[list[Tensor], ...] = ([], [], [], [], [], [])
             self._init_group(group, *lists)
-            params, grads, exp_avgs, exp_avg_sqs, _, steps = lists
-            if not params:
+            if not lists[0]:
                 continue
             if with_kernel:
-                self._step_with_kernel(group, params, grads, exp_avgs, exp_avg_sqs, steps)
+                self._step_with_kernel(group, *lists)
             else:
-                self._step_with_torch(group, params, grads, exp_avgs, exp_avg_sqs, steps)
+                self._step_with_torch(group, *lists)
         self.gradient_factor = None
         return loss
 
@@ -105,10 +112,10 @@ class AdamW(torch.optim.AdamW):
         factor, grad_scale = self.gradient_factor, getattr(self, "grad_scale", None)
         if grad_scale is not None:  # a GradScaler leaves it to the kernel to undo its scale
             factor = 1.0 / grad_scale if factor is None else factor / grad_scale
-        steps = lists[-1]
+        params, grads, exp_avgs, exp_avg_sqs, _, steps = lists
         # A list, as a tensor for all would be read by the host.
         torch._foreach_add_(steps, 1 if skip is None else [1 - skip] * len(steps))
-        for param, grad, exp_avg, exp_avg_sq, step in zip(*lists, strict=True):
+        for param, grad, exp_avg, exp_avg_sq, step in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
             adamw_(
                 _local(param),
                 _local(grad),
@@ -124,7 +131,7 @@ class AdamW(torch.optim.AdamW):
             )
 
     def _step_with_torch(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
-        params, grads, exp_avgs, exp_avg_sqs, steps = lists
+        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps = lists
         rounded = [
             (stored, stored.to(param.dtype))
             for moments in (exp_avgs, exp_avg_sqs)
@@ -136,7 +143,7 @@ class AdamW(torch.optim.AdamW):
             grads,
             [wide for _, wide in rounded[:count]],
             [wide for _, wide in rounded[count:]],
-            [],
+            max_exp_avg_sqs,
             steps,
             foreach=group["foreach"],
             capturable=group["capturable"],
@@ -145,7 +152,7 @@ class AdamW(torch.optim.AdamW):
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
             decoupled_weight_decay=True,
-            amsgrad=False,
+            amsgrad=group["amsgrad"],
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             lr=group["lr"],
@@ -200,6 +207,14 @@ class AdamW(torch.optim.AdamW):
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether elements follow one another in memory in some order, without gaps: fused kernels count on it."""
+    if tensor.is_contiguous():
+        return True
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()
 
 
 def _tensor(entry: Any) -> Tensor:

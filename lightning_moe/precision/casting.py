@@ -50,26 +50,29 @@ def _reader(name: str, dtype: torch.dtype) -> property:
         parameter = self._parameters[name]
         assert parameter is not None
         if isinstance(self, GroupedExperts):
+            if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # not a recomputation in backward
+                parameter._pending_reads = getattr(parameter, "_pending_reads", 0) + 1  # type: ignore[attr-defined]
             return _Lowered.apply(parameter, dtype)
         return parameter.to(dtype)
 
     return property(read)
 
 
-def keep_gradients_lowered(model: nn.Module) -> None:
+def keep_gradients_lowered(model: nn.Module, keep: bool = True) -> None:
     """Leaves the experts' gradients in the dtype that they are computed in, where the optimizer can read them so.
 
-    They are the same values with half the memory and traffic. A second micro-batch is added in the parameters' dtype.
-    Experts alone, as they are most of a model and read each weight once in a forward pass.
+    They are the same values with half the memory and traffic. What a second micro-batch or a second use in one forward
+    pass adds, is added in the parameters' dtype. Experts alone, as they are most of a model.
 
     Args:
         model: A model after :func:`cast_on_use`.
+        keep: False takes it back.
     """
     for module in model.modules():
         if isinstance(module, GroupedExperts):
             for parameter in module.parameters(recurse=False):
                 if hasattr(parameter, "grad_dtype"):  # PyTorch has it since 2.10
-                    parameter.grad_dtype = None
+                    parameter.grad_dtype = None if keep else parameter.dtype
 
 
 class _Lowered(torch.autograd.Function):
@@ -82,8 +85,10 @@ class _Lowered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        parameter: Tensor = ctx.parameter
-        if parameter.grad is None and getattr(parameter, "grad_dtype", parameter.dtype) is None:
+        parameter: Any = ctx.parameter
+        reads = getattr(parameter, "_pending_reads", 1)
+        parameter._pending_reads = max(reads - 1, 0)
+        if parameter.grad is None and reads <= 1 and getattr(parameter, "grad_dtype", parameter.dtype) is None:
             return grads[0], None
         if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
             parameter.grad = parameter.grad.to(parameter.dtype)

@@ -267,10 +267,11 @@ class ExpertParallelStrategy(ModelParallelStrategy):
                 module.reshard()  # an evaluation before has left the root's parameters gathered
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            in_place = trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm == "value"
-            if not in_place and all(getattr(one, "takes_gradient_factor", False) for one in self.optimizers):
-                assert self.lightning_module is not None
-                keep_gradients_lowered(self.lightning_module)
+            trained: Any = self.lightning_module
+            by_value = trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm == "value"
+            as_they_come = not by_value and trained.leaves_gradients_to_optimizer
+            optimizers_can = all(getattr(one, "takes_gradient_factor", False) for one in self.optimizers)
+            keep_gradients_lowered(trained, as_they_come and optimizers_can)
         self.setup_precision_plugin()
 
     @override

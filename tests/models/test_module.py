@@ -514,3 +514,13 @@ def test_a_model_built_for_one_process_is_not_trained_by_several() -> None:
     module.trainer = FakeTrainer()  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"built for 1 process\(es\), but the Trainer has 2"):
         module.setup("fit")
+
+
+class ReadsGradients(DeepSeekV3):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        super().configure_gradient_clipping(*args, **kwargs)
+
+
+def test_gradients_are_left_to_the_optimizer_unless_a_subclass_goes_on_with_them() -> None:
+    assert DeepSeekV3(CONFIG).leaves_gradients_to_optimizer
+    assert not ReadsGradients(CONFIG).leaves_gradients_to_optimizer

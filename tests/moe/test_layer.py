@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_moe.dispatch.local import LocalDispatcher
@@ -139,3 +140,38 @@ def test_an_input_that_changed_in_place_is_an_error_in_backward() -> None:
         x.add_(1.0)
     with pytest.raises(RuntimeError, match="changed in place"):
         y.sum().backward()
+
+
+class InPlace(GroupedExperts):
+    def forward(self, rows_RD: Tensor, offsets_e: Tensor, weights_R: Tensor | None = None) -> Tensor:
+        return super().forward(rows_RD.mul_(0.5), offsets_e, weights_R)
+
+
+class OutOfPlace(GroupedExperts):
+    def forward(self, rows_RD: Tensor, offsets_e: Tensor, weights_R: Tensor | None = None) -> Tensor:
+        return super().forward(rows_RD * 0.5, offsets_e, weights_R)
+
+
+def test_rows_that_experts_change_in_place_are_kept() -> None:
+    gradients = []
+    for kind in (InPlace, OutOfPlace):
+        layer = make()
+        layer.experts.__class__ = kind
+        layer(draw().requires_grad_())[0].square().sum().backward()
+        gradients.append([grad(parameter) for parameter in layer.experts.parameters()])
+    for ours, wanted in zip(*gradients, strict=True):
+        assert torch.equal(ours, wanted)
+
+
+def test_hooks_around_the_layer_see_all_that_is_kept() -> None:
+    layer, shapes = make(), []
+
+    def pack(tensor: Tensor) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    x = draw().requires_grad_()
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x)
+    assert (2 * 9 * 2, 16) in shapes  # the rows
+    assert (2 * 9 * 2, 2 * 8) in shapes  # gate and up of each

@@ -233,3 +233,30 @@ def test_bfloat16_moments(fused: bool) -> None:
 def test_moments_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match=r"moments='fp8'.*float32 or bfloat16"):
         AdamW([nn.Parameter(torch.ones(1))], moments="fp8")  # type: ignore[arg-type]
+
+
+def test_parameters_with_gaps_are_left_to_the_unfused_step() -> None:
+    memory = torch.zeros(4, 6)
+    parameter = nn.Parameter(memory[:, :3])
+    optimizer = AdamW([parameter], lr=0.1)
+    assert optimizer.defaults["fused"] is None
+    parameter.grad = torch.ones(4, 3)
+    optimizer.step()
+    torch.testing.assert_close(memory[:, :3], torch.full((4, 3), -0.1))
+    assert not memory[:, 3:].any()
+    assert AdamW([nn.Parameter(torch.zeros(4, 6).T)]).defaults["fused"] is True
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_options_of_torch_in_a_group_are_honoured(option: str) -> None:
+    torch.manual_seed(0)
+    gradients = [torch.randn(5, 3) for _ in range(4)]
+    trained = []
+    for kind in (AdamW, torch.optim.AdamW):
+        parameter = nn.Parameter(torch.ones(5, 3))
+        optimizer = kind([{"params": [parameter], option: True}], lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+        for gradient in gradients:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+        trained.append(parameter.detach())
+    torch.testing.assert_close(*trained, rtol=1e-6, atol=1e-7)

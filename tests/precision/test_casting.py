@@ -5,6 +5,7 @@ import copy
 import torch
 
 from lightning_moe.models.deepseek_v3 import DeepSeekV3Model
+from lightning_moe.moe.experts import GroupedExperts
 from lightning_moe.precision.casting import cast_on_use, keep_gradients_lowered
 from tests.models.test_module import CONFIG, SEQUENCE
 
@@ -56,3 +57,24 @@ def test_first_gradient_of_experts_stays_lowered_and_the_second_is_added_in_full
             lowered = ".experts." in name and "shared" not in name and micro_batch == 0
             assert parameter.grad.dtype == (torch.bfloat16 if lowered else torch.float32), name
             assert torch.equal(parameter.grad.float(), reference.grad), name
+
+
+def test_experts_used_twice_add_their_gradients_in_full() -> None:
+    torch.manual_seed(0)
+    experts = GroupedExperts(2, 16, 8, initializer_range=0.3)
+    cast_on_use(experts, torch.bfloat16)
+    kept = copy.deepcopy(experts)
+    keep_gradients_lowered(kept)
+    rows, offsets = torch.randn(2, 32, 16).bfloat16(), torch.tensor([10, 32], dtype=torch.int32)
+    for _ in range(2):  # once more after the gradients were released
+        for one in (experts, kept):
+            one.zero_grad()
+            (one(rows[0], offsets).square().sum() + one(rows[1], offsets).square().sum()).backward()
+        for parameter, reference in zip(kept.parameters(), experts.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert reference.grad is not None
+            assert torch.equal(parameter.grad, reference.grad)
+    keep_gradients_lowered(kept, False)
+    kept.zero_grad()
+    kept(rows[0], offsets).sum().backward()
+    assert {parameter.grad.dtype for parameter in kept.parameters() if parameter.grad is not None} == {torch.float32}
