@@ -36,7 +36,7 @@ from lightning_moe import (
 )
 from lightning_moe.data.store import TokenBlocks
 
-SEQUENCE, BATCH, LAST_STEPS = 256, 16, 100
+SEQUENCE, BATCH, LAST_STEPS = 256, 4, 100
 PLUGINS: dict[str, Callable[[], MoEPrecision]] = {
     "bf16": BF16Precision,
     "mxfp8": MXFP8Precision,
