@@ -98,7 +98,7 @@ class MoELightningModule(LightningModule):
         # Measures the time of training, without what is left out of its speed.
         self.clock = StepClock(self.device)
         self._processes_built_for = 1
-        self._assembled = False
+        self._assembly: tuple[Any, ...] | None = None  # what a strategy has made of the model, which it takes once
 
     # What a subclass provides
 
@@ -141,9 +141,8 @@ class MoELightningModule(LightningModule):
                 "scaled, clipped and checked once per step, which manual optimization would leave out.\n"
                 "Set it to True; different rules for different parameters are parameter groups of one optimizer."
             )
-        if self.model is not None and _distributes(trainer.strategy) and not self._assembled:
-            trainer.strategy.adopt(self.model)  # one process: the model is whole, with the weights it was given
-            self._assembled = True
+        if self.model is not None:
+            self._take_assembly(trainer.strategy)
         clip = trainer.gradient_clip_val
         if clip is not None and not clip >= 0:
             raise ValueError(
@@ -151,6 +150,20 @@ class MoELightningModule(LightningModule):
             )
         if self.schedule is not None and stage == "fit":
             self._resolved_schedule = self.schedule.resolve(getattr(trainer.datamodule, "max_tokens", None))
+
+    def _take_assembly(self, strategy: Any) -> None:
+        """Lets a strategy work on a model that was built before; a model that has been worked on stays as it is."""
+        assert self.model is not None
+        wanted = _assembly(strategy)
+        if self._assembly is None:
+            if _distributes(strategy):
+                strategy.adopt(self.model)  # one process: the model is whole, with the weights it was given
+            self._assembly = None if wanted == _PLAIN else wanted
+        elif wanted != self._assembly:
+            raise ValueError(
+                f"The model of {type(self).__name__} was made for {_spoken(self._assembly)}, but this Trainer asks "
+                f"for {_spoken(wanted)}.\nGive the Trainer a new module, and the weights as ckpt_path."
+            )
 
     def configure_model(self) -> None:
         """Builds the model and gives it its initial weights, once."""
@@ -168,7 +181,8 @@ class MoELightningModule(LightningModule):
         strategy: Any = self._trainer.strategy if self._trainer is not None else None
         if _distributes(strategy):
             self.sum_over_data_ranks = strategy.assemble(model, _initial_seed())
-            self._assembled = True
+            wanted = _assembly(strategy)
+            self._assembly = None if wanted == _PLAIN and self.trainer.world_size == 1 else wanted
         else:
             model.to_empty(device=device)
             model.init_weights(_initial_seed())
@@ -478,6 +492,21 @@ def _model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def _initial_seed() -> int:
     """The seed of ``seed_everything``, or that of PyTorch; Lightning resets the latter where there are processes."""
     return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
+
+
+# Recomputation, compilation, compute dtype and precision plugin that leave a model as it was built
+_PLAIN = ("none", False, None, None)
+
+
+def _assembly(strategy: Any) -> tuple[Any, ...]:
+    """What a strategy and its precision plugin make of a model, as far as it cannot be taken back."""
+    plugin = strategy.precision_plugin
+    return (*getattr(strategy, "assembly", _PLAIN[:3]), getattr(plugin, "assembly", None))
+
+
+def _spoken(assembly: tuple[Any, ...]) -> str:
+    names = ("activation_checkpointing", "compile", "compute_dtype", "precision plugin")
+    return ", ".join(f"{name} {value}" for name, value in zip(names, assembly, strict=True))
 
 
 def _distributes(strategy: Any) -> bool:

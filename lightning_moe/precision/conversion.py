@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_moe.models.base import MoEModel
 from lightning_moe.moe.experts import GroupedExperts
@@ -65,6 +66,8 @@ def candidates(model: nn.Module, include: list[str] | None, exclude: list[str] |
         excluded = None
         if name.rpartition(".")[2] == "lm_head":
             excluded = "the loss reads the head's weight itself"
+        elif isinstance(module, NonDynamicallyQuantizableLinear):
+            excluded = "its parent reads the weight itself"
         elif include is not None and not _matches(name, include):
             excluded = "not included"
         elif _matches(name, patterns):

@@ -1,6 +1,7 @@
 """What this process has of what low-precision kernels need."""
 
 import functools
+import importlib
 import importlib.util
 
 import torch
@@ -30,8 +31,20 @@ def probe(device: torch.device) -> Machine:
         triton=_can_import("triton"),
         mx_kernels=version is not None and major == 10 and has_mx_kernels(),
         blockwise_mm=hasattr(F, "scaled_mm") and hasattr(getattr(F, "ScalingType", None), "BlockWise1x128"),
-        modules=frozenset(name for name in COMPANIONS if _can_import(name)),
+        modules=frozenset(name for name in COMPANIONS if _is_usable(name)),
     )
+
+
+def _is_usable(name: str) -> bool:
+    if name != "deep_gemm":
+        return _can_import(name)
+    try:
+        module = importlib.import_module(name)
+    except Exception:  # it compiles and looks for CUDA when it is imported
+        return False
+    # With a DeepGEMM that lacks these torchao emulates without a word.
+    rows = ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_contiguous")
+    return hasattr(module, "k_grouped_fp8_gemm_nt_contiguous") and any(hasattr(module, one) for one in rows)
 
 
 def _can_import(name: str) -> bool:

@@ -19,7 +19,7 @@ from lightning_moe.models.base import MoEModel
 from lightning_moe.moe.layer import MoELayer
 from lightning_moe.precision.capability import Machine, misaligned, row_alignment, runs_here, why_not
 from lightning_moe.precision.casting import cast_on_use
-from lightning_moe.precision.conversion import Candidate, candidates, replace_multiplication
+from lightning_moe.precision.conversion import Candidate, candidates, recipe_of, replace_multiplication
 from lightning_moe.precision.emulation import emulated_grouped_mm, emulated_linear
 from lightning_moe.precision.machine import probe
 from lightning_moe.precision.measured import fastest
@@ -40,6 +40,13 @@ class MoEPrecision(Precision):
 
     precision: Any = "bf16"
     compute_dtype = torch.bfloat16
+
+    @property
+    def assembly(self) -> str:
+        """The plugin and its settings, to tell whether a model has been converted for the same."""
+        passing = ("report", "precision", "compute_dtype", "_logged")
+        settings = {name: value for name, value in sorted(vars(self).items()) if name not in passing}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
 
     @abstractmethod
     def convert(
@@ -149,7 +156,7 @@ class QuantisedPrecision(MoEPrecision):
         """
         machine = probe(device if device is not None else next(model.parameters()).device)
         layers = {module.experts: module for module in model.modules() if isinstance(module, MoELayer)}
-        report = Report(self.precision, str(self.compute_dtype).removeprefix("torch."))
+        report = Report(type(self).precision, str(self.compute_dtype).removeprefix("torch."))
         for candidate in candidates(model, self.include, self.exclude):
             layer = layers.get(candidate.module)  # type: ignore[call-overload]
             rows = tokens
@@ -159,17 +166,17 @@ class QuantisedPrecision(MoEPrecision):
             alignment = self._convert(candidate, machine, rows, report)
             if layer is not None:
                 layer.dispatcher.alignment = max(layer.dispatcher.alignment, alignment)
-        if self.report is None:
+        if report != self.report:
             self.report = report
-            if report.emulated:
-                self.precision = f"{self.precision}, emulated"
+            self.precision = f"{type(self).precision}, emulated" if report.emulated else type(self).precision
             report.print()
 
     def _convert(self, candidate: Candidate, machine: Machine, rows: int | None, report: Report) -> int:
         """Converts one module; returns the rows that its groups are padded to."""
         recipe = candidate.excluded or self.choose(candidate, machine, rows)
         if isinstance(recipe, str):
-            report.add(candidate, None, recipe)
+            present = recipe_of(candidate.module)  # of a conversion before, that knew more
+            report.add(candidate, None if present is None else present.name, recipe)
             return 1
         obstacle = self._obstacle(recipe, candidate, machine)
         if obstacle is not None and self.emulate == "never":

@@ -65,8 +65,12 @@ def _torchao_linear(recipe: Recipe) -> Callable[[Tensor, Tensor], Tensor]:
     def multiply(x: Tensor, weight_NK: Tensor) -> Tensor:
         x_MK = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
         rows = x_MK.shape[0]
+        if rows == 0:  # a kernel over nothing cannot be launched, nor a largest value of nothing be had
+            return F.linear(x, weight_NK.to(x.dtype))
         x_MK = F.pad(x_MK, (0, 0, 0, -rows % alignment)).contiguous()
         out_MN = multiply_rows(x_MK, weight_NK.to(torch.bfloat16))
+        if recipe.name == "fp8_blockwise":
+            out_MN = keep_nonfinite(out_MN, x_MK)
         return out_MN[:rows].unflatten(0, x.shape[:-1]).to(x.dtype)
 
     return multiply
@@ -96,9 +100,40 @@ def torchao_grouped_mm(recipe: Recipe) -> Callable[[Tensor, Tensor, Tensor], Ten
         if a_RK.shape[0] == 0:  # a kernel over nothing cannot be launched
             return grouped_mm(a_RK, b_eKN, offsets_e)
         a_bf16, b_bf16 = a_RK.to(torch.bfloat16), b_eKN.to(torch.bfloat16)
-        return function(a_bf16, b_bf16, offs=offsets_e, **options).to(a_RK.dtype)
+        product_RN = function(a_bf16, b_bf16, offs=offsets_e, **options)
+        if recipe.name != "mxfp8":
+            product_RN = keep_nonfinite(product_RN, a_bf16)
+        return product_RN.to(a_RK.dtype)
 
     return multiply
+
+
+def keep_nonfinite(product_RN: Tensor, a_RK: Tensor) -> Tensor:
+    """Makes rows of a product NaN whose factors were not finite, and rows of the factors' gradient likewise.
+
+    torchao's Triton kernels take maxima that pass over NaN and clamp it to a number, which would hide it.
+
+    Args:
+        product_RN: The product.
+        a_RK: The factors.
+    """
+    return _KeepNonfinite.apply(product_RN, a_RK)
+
+
+class _KeepNonfinite(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, product_RN: Tensor, a_RK: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype = a_RK.shape, a_RK.dtype
+        return product_RN + _nothing_or_nan(a_RK).to(product_RN.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], _nothing_or_nan(grads[0]).to(ctx.dtype).expand(ctx.shape)
+
+
+def _nothing_or_nan(rows: Tensor) -> Tensor:
+    """For each row 0, or NaN where it holds a value that is not finite."""
+    return rows.sum(dim=-1, keepdim=True, dtype=torch.float32) * 0.0
 
 
 def _mxfp8_linear(recipe: Recipe) -> Callable[[Tensor, Tensor], Tensor]:

@@ -86,7 +86,7 @@ def _resolve(
 
 
 def _why_not_deep_ep(model: MoEModel, mesh: MoEMesh, compute_dtype: torch.dtype | None) -> str | None:
-    """Why an expert-parallel group cannot use DeepEP; all of its ranks get the same answer."""
+    """Why some expert-parallel group cannot use DeepEP; all ranks get the same answer."""
     if mesh.expert.device_type != "cuda":
         return "DeepEP needs GPUs, and this runs on the CPU."
     group = mesh.expert_parallel.get_group()
@@ -102,14 +102,15 @@ def _why_not_deep_ep(model: MoEModel, mesh: MoEMesh, compute_dtype: torch.dtype 
         )
         for _, layer in model.moe_layers()
     ]
-    reasons = _gather(next(filter(None, own), None), group)
-    for host, reason in zip(hosts, reasons, strict=True):
+    answers = _gather((socket.gethostname(), next(filter(None, own), None)), None)
+    reasons = [reason for _, reason in answers]
+    for host, reason in answers:
         if reason is not None:
             return f"{reason} (On {host}, but not on all.)" if None in reasons else reason
     return None
 
 
-def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    everyone: list[Any] = [None] * group.size()
+def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, value, group=group)
     return everyone

@@ -218,9 +218,17 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         if compute_dtype is not None:
             cast_on_use(model, compute_dtype)
 
+    @property
+    def assembly(self) -> tuple[Any, ...]:
+        """What is made of a model: recomputation, compilation, and compute dtype."""
+        return self.activation_checkpointing, self.compile, self._resolve_compute_dtype()
+
     def _convert(self, model: MoEModel) -> None:
         """Replaces multiplications, where the precision plugin has some of its own; before anything is sharded."""
         if isinstance(self.precision_plugin, MoEPrecision):
+            dtype = self._resolve_compute_dtype()
+            assert dtype is not None
+            self.precision_plugin.compute_dtype = dtype  # an explicit compute_dtype wins
             self.precision_plugin.convert(
                 model,
                 self.root_device,
@@ -265,6 +273,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         for module in self.lightning_module.modules() if self.lightning_module is not None else ():
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation before has left the root's parameters gathered
+        model = getattr(self.lightning_module, "model", None)
+        if not self.dispatchers and isinstance(model, MoEModel):  # assembled for a Trainer before
+            self.dispatchers = list(dict.fromkeys(layer.dispatcher for _, layer in model.moe_layers()))
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             trained: Any = self.lightning_module

@@ -524,3 +524,25 @@ class ReadsGradients(DeepSeekV3):
 def test_gradients_are_left_to_the_optimizer_unless_a_subclass_goes_on_with_them() -> None:
     assert DeepSeekV3(CONFIG).leaves_gradients_to_optimizer
     assert not ReadsGradients(CONFIG).leaves_gradients_to_optimizer
+
+
+def test_a_model_is_not_trained_in_another_way_than_a_second_trainer_says() -> None:
+    from lightning_moe import ExpertParallelStrategy, MXFP8Precision
+
+    def trainer(strategy: dict[str, Any] | None, **options: Any) -> Trainer:
+        chosen = "auto" if strategy is None else ExpertParallelStrategy(**strategy)
+        return make_trainer(strategy=chosen, max_steps=1, **options)
+
+    rows = DataLoader(Rows(2), batch_size=2)
+    plain = DeepSeekV3(CONFIG)
+    trainer(None).fit(plain, rows)
+    trainer({}).validate(plain, rows, verbose=False)
+    trainer({"compute_dtype": "bfloat16"}).fit(plain, rows)  # a model as it was built can be taken further
+    with pytest.raises(ValueError, match=r"compute_dtype torch.bfloat16.*asks for.*compute_dtype None"):
+        trainer(None).validate(plain, rows, verbose=False)
+    converted = DeepSeekV3(CONFIG)
+    trainer({}, plugins=[MXFP8Precision(emulate="always")]).fit(converted, rows)
+    trainer({}, plugins=[MXFP8Precision(emulate="always")]).validate(converted, rows, verbose=False)
+    for options in ({}, {"plugins": [MXFP8Precision(emulate="always", scale_rounding="floor")]}):
+        with pytest.raises(ValueError, match=r"MXFP8Precision(.|\n)*Give the Trainer a new module"):
+            trainer({}, **options).fit(converted, rows)

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_moe.precision import torchao_ops
 from lightning_moe.precision.emulation import emulated_grouped_mm, emulated_linear
 from lightning_moe.precision.recipes import Recipe, ScaleRule, fp8_blockwise, fp8_rowwise, fp8_tensorwise, mxfp8
-from lightning_moe.precision.torchao_ops import torchao_grouped_mm, torchao_linear, torchao_version
+from lightning_moe.precision.torchao_ops import keep_nonfinite, torchao_grouped_mm, torchao_linear, torchao_version
 from tests.precision.sqnr import sqnr
 
 pytest.importorskip("torchao")
@@ -96,3 +96,21 @@ def test_blockwise_functions_are_found_with_triton() -> None:
         pytest.skip("torchao has them since 0.18")
     assert callable(torchao_linear(fp8_blockwise()))
     assert callable(torchao_grouped_mm(fp8_blockwise()))
+
+
+def test_values_that_are_not_finite_stay_visible_in_both_directions() -> None:
+    a = torch.randn(4, 6, dtype=torch.bfloat16)
+    a[1, 2], a[2, 0], a[2, 1] = float("nan"), float("inf"), float("-inf")
+    a.requires_grad_()
+    product = torch.randn(4, 5, dtype=torch.bfloat16).requires_grad_()
+    kept = keep_nonfinite(product, a)
+    assert kept.isnan().all(dim=1).tolist() == [False, True, True, False]
+    assert torch.equal(kept[[0, 3]], product[[0, 3]])
+    above = torch.ones(4, 5, dtype=torch.bfloat16)
+    above[3, 4] = float("inf")
+    kept.backward(above)
+    assert product.grad is not None
+    assert a.grad is not None
+    assert torch.equal(product.grad, above)
+    assert a.grad.isnan().all(dim=1).tolist() == [False, False, False, True]
+    assert not a.grad[:3].any()

@@ -9,7 +9,9 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_moe import DeepSeekV3, ExpertParallelStrategy
+from lightning_moe import AllToAllDispatcher, DeepSeekV3, ExpertParallelStrategy
+from lightning_moe.dispatch.base import Dispatched
+from lightning_moe.moe.router import RoutingPlan
 from tests.models.test_module import CONFIG, Rows, make_trainer
 from tests.strategies import processes
 from tests.strategies.training import adamw
@@ -150,6 +152,32 @@ def test_weight_averaging_on_several_processes_is_refused() -> None:
 def average_on_two() -> None:
     with pytest.raises(TypeError, match="EMAWeightAveraging.*one process"):
         fit(DeepSeekV3(CONFIG, adamw), devices=2, callbacks=[EMAWeightAveraging()])
+
+
+class Counting(AllToAllDispatcher):
+    """Tells whether it has been used since it was closed last."""
+
+    open = False
+
+    def dispatch(self, x_TD: torch.Tensor, plan: RoutingPlan) -> Dispatched:
+        self.open = True
+        return super().dispatch(x_TD, plan)
+
+    def close(self) -> None:
+        self.open = False
+
+
+def fit_with_two_trainers() -> None:
+    module = DeepSeekV3(CONFIG, adamw)
+    for _ in range(2):
+        trainer = fit(module, {"expert_parallel_size": 2, "dispatcher": Counting}, devices=2, max_steps=1)
+        strategy: Any = trainer.strategy
+        assert strategy.dispatcher_name == "Counting"
+        assert [dispatcher.open for dispatcher in strategy.dispatchers] == [False]
+
+
+def test_a_second_trainer_closes_the_dispatchers_that_it_finds() -> None:
+    processes.run(2, fit_with_two_trainers)
 
 
 class Manual(DeepSeekV3):
