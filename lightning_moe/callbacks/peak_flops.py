@@ -27,8 +27,6 @@ _H100_SXM = _peak("NVIDIA H100 data sheet, SXM", 66.9, 494.7, 989.4, 1978.9)
 
 # The first whose name the device's name contains, as a word.
 _PEAKS = {
-    "GB300": _peak("NVIDIA GB300 NVL72 data sheet", 80.0, 1250.0, 2500.0, 5000.0),
-    "B300": _peak("NVIDIA HGX B300 data sheet", 75.0, 1125.0, 2250.0, 4500.0),
     "GB200": _peak("NVIDIA GB200 NVL72 data sheet", 80.0, 1250.0, 2500.0, 5000.0),
     "B200": _peak("NVIDIA HGX B200 data sheet", 75.0, 1125.0, 2250.0, 4500.0),
     "H200 NVL": _peak("NVIDIA H200 data sheet, NVL", 60.0, 417.5, 835.5, 1670.5),
@@ -41,8 +39,6 @@ _PEAKS = {
     "A100": _peak("NVIDIA A100 data sheet", 19.5, 156.0, 312.0, None),
     "A800": _peak("NVIDIA A100 data sheet: the A800 multiplies as fast", 19.5, 156.0, 312.0, None),
     "L40S": _peak("NVIDIA L40S data sheet", 91.6, 183.0, 362.0, 733.0),
-    "MI355X": _peak("AMD Instinct MI355X data sheet", 157.3, None, 2516.6, 5033.2),
-    "MI350X": _peak("AMD Instinct MI350X data sheet", 144.2, None, 2306.9, 4613.7),
     "MI325X": _peak("AMD Instinct MI325X data sheet", 163.4, 653.7, 1307.4, 2614.9),
     "MI300X": _peak("AMD Instinct MI300X data sheet", 163.4, 653.7, 1307.4, 2614.9),
 }
