@@ -7,7 +7,7 @@ while tokens travel. Without an installed DeepEP only all-to-all is measured.
 
     python benchmarks/expert_parallel.py                            (about four minutes on two H200s)
     python benchmarks/expert_parallel.py --parts dispatch --num-sms 16 24
-    python benchmarks/expert_parallel.py --device cpu --processes 2 --no-compile --output /tmp/ep.json   (to try it)
+    python benchmarks/expert_parallel.py --device cpu --processes 2 --no-compile --output ep.json   (to try it)
 """
 
 import argparse

@@ -15,6 +15,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_moe.models.assembly import PLAIN, Assembly, assembly_of, distributes, spoken
 from lightning_moe.models.base import MoEModel, MoEModelOutput
 from lightning_moe.models.evaluation import Evaluation, step_values
 from lightning_moe.models.step_clock import StepClock
@@ -98,7 +99,7 @@ class MoELightningModule(LightningModule):
         # Measures the time of training, without what is left out of its speed.
         self.clock = StepClock(self.device)
         self._processes_built_for = 1
-        self._assembly: tuple[Any, ...] | None = None  # what a strategy has made of the model, which it takes once
+        self._assembly: Assembly | None = None  # what a strategy has made of the model, which it takes once
 
     # What a subclass provides
 
@@ -129,7 +130,7 @@ class MoELightningModule(LightningModule):
                 "Give the Trainer a new module, not one after configure_model() or load_from_checkpoint(), and the "
                 "weights as ckpt_path."
             )
-        if trainer.world_size > 1 and not _distributes(trainer.strategy):
+        if trainer.world_size > 1 and not distributes(trainer.strategy):
             raise ValueError(
                 f"trainer.strategy is {type(trainer.strategy).__name__} with {trainer.world_size} processes, but "
                 f"{type(self).__name__} needs a strategy that knows experts.\n"
@@ -154,15 +155,15 @@ class MoELightningModule(LightningModule):
     def _take_assembly(self, strategy: Any) -> None:
         """Lets a strategy work on a model that was built before; a model that has been worked on stays as it is."""
         assert self.model is not None
-        wanted = _assembly(strategy)
+        wanted = assembly_of(strategy)
         if self._assembly is None:
-            if _distributes(strategy):
+            if distributes(strategy):
                 strategy.adopt(self.model)  # one process: the model is whole, with the weights it was given
-            self._assembly = None if wanted == _PLAIN else wanted
+            self._assembly = None if wanted == PLAIN else wanted
         elif wanted != self._assembly:
             raise ValueError(
-                f"The model of {type(self).__name__} was made for {_spoken(self._assembly)}, but this Trainer asks "
-                f"for {_spoken(wanted)}.\nGive the Trainer a new module, and the weights as ckpt_path."
+                f"The model of {type(self).__name__} was made for {spoken(self._assembly)}, but this Trainer asks "
+                f"for {spoken(wanted)}.\nGive the Trainer a new module, and the weights as ckpt_path."
             )
 
     def configure_model(self) -> None:
@@ -179,10 +180,10 @@ class MoELightningModule(LightningModule):
             )
         model.check_structure()
         strategy: Any = self._trainer.strategy if self._trainer is not None else None
-        if _distributes(strategy):
+        if distributes(strategy):
             self.sum_over_data_ranks = strategy.assemble(model, _initial_seed())
-            wanted = _assembly(strategy)
-            self._assembly = None if wanted == _PLAIN and self.trainer.world_size == 1 else wanted
+            wanted = assembly_of(strategy)
+            self._assembly = None if wanted == PLAIN and self.trainer.world_size == 1 else wanted
         else:
             model.to_empty(device=device)
             model.init_weights(_initial_seed())
@@ -492,25 +493,6 @@ def _model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def _initial_seed() -> int:
     """The seed of ``seed_everything``, or that of PyTorch; Lightning resets the latter where there are processes."""
     return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
-
-
-# Recomputation, compilation, compute dtype and precision plugin that leave a model as it was built
-_PLAIN = ("none", False, None, None)
-
-
-def _assembly(strategy: Any) -> tuple[Any, ...]:
-    """What a strategy and its precision plugin make of a model, as far as it cannot be taken back."""
-    plugin = strategy.precision_plugin
-    return (*getattr(strategy, "assembly", _PLAIN[:3]), getattr(plugin, "assembly", None))
-
-
-def _spoken(assembly: tuple[Any, ...]) -> str:
-    names = ("activation_checkpointing", "compile", "compute_dtype", "precision plugin")
-    return ", ".join(f"{name} {value}" for name, value in zip(names, assembly, strict=True))
-
-
-def _distributes(strategy: Any) -> bool:
-    return callable(getattr(strategy, "assemble", None))
 
 
 def _on_one_device(tensor: Tensor) -> Tensor:
