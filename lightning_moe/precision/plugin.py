@@ -30,6 +30,16 @@ from lightning_moe.precision.torchao_ops import torchao_grouped_mm, torchao_line
 Emulate = Literal["auto", "always", "never"]
 
 
+def tokens_of_forward(data: Any) -> int | None:
+    """Returns the tokens of one process in a forward pass, where a data module tells.
+
+    Args:
+        data: The data module, or ``None``.
+    """
+    micro_batch, sequence = getattr(data, "micro_batch_size", None), getattr(data, "sequence_length", None)
+    return micro_batch * sequence if isinstance(micro_batch, int) and isinstance(sequence, int) else None
+
+
 class MoEPrecision(Precision):
     """Computes in bfloat16 over float32 master weights; subclasses also multiply in a lower precision.
 
@@ -76,9 +86,7 @@ class MoEPrecision(Precision):
         if not isinstance(model, MoEModel):
             model = module
         trainer = getattr(module, "_trainer", None)
-        data: Any = getattr(trainer, "datamodule", None)
-        sizes = getattr(data, "micro_batch_size", None), getattr(data, "sequence_length", None)
-        tokens = sizes[0] * sizes[1] if isinstance(sizes[0], int) and isinstance(sizes[1], int) else None
+        tokens = tokens_of_forward(getattr(trainer, "datamodule", None))
         self.convert(model, None if trainer is None else trainer.strategy.root_device, tokens=tokens)
         cast_on_use(model, self.compute_dtype)
         return module

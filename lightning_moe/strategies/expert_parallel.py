@@ -22,7 +22,7 @@ from lightning_moe.dispatch.base import TokenDispatcher
 from lightning_moe.dispatch.local import LocalDispatcher
 from lightning_moe.models.base import MoEModel
 from lightning_moe.precision.casting import cast_on_use, keep_gradients_lowered
-from lightning_moe.precision.plugin import MoEPrecision
+from lightning_moe.precision.plugin import MoEPrecision, tokens_of_forward
 from lightning_moe.strategies.checkpointing import load_directory, load_file, save_directory
 from lightning_moe.strategies.dispatchers import DispatcherCallable, DispatcherName, distribute_experts
 from lightning_moe.strategies.equal_batches import equal_batches
@@ -206,9 +206,8 @@ class ExpertParallelStrategy(ModelParallelStrategy):
 
     def _max_tokens(self) -> int | None:
         """Most tokens of this process in a forward pass, where the data module tells."""
-        data: Any = getattr(self.lightning_module.trainer, "datamodule", None) if self.lightning_module else None
-        sizes = getattr(data, "micro_batch_size", None), getattr(data, "sequence_length", None)
-        return sizes[0] * sizes[1] if isinstance(sizes[0], int) and isinstance(sizes[1], int) else None
+        module = self.lightning_module
+        return None if module is None else tokens_of_forward(getattr(module.trainer, "datamodule", None))
 
     def adopt(self, model: MoEModel) -> None:
         """Applies regions and compute dtype to a model that one process holds whole, with its weights as they are."""

@@ -26,7 +26,7 @@ from lightning_moe.models.base import MoEModel
 from lightning_moe.models.deepseek_v3 import DeepSeekV3
 from lightning_moe.models.deepseek_v3.attention import attention_backend
 from lightning_moe.models.module import MoEShape
-from lightning_moe.precision.plugin import MoEPrecision, QuantisedPrecision
+from lightning_moe.precision.plugin import MoEPrecision, QuantisedPrecision, tokens_of_forward
 from lightning_moe.strategies.expert_parallel import ExpertParallelStrategy
 from lightning_moe.strategies.launching import brings_cluster_environment, choose_devices, read_launch
 from lightning_moe.strategies.mesh import Layout, resolve_layout
@@ -314,7 +314,9 @@ class PlannedRun:
         name = {"deep_ep": "DeepEPDispatcher", "all_to_all": "AllToAllDispatcher"}.get(chosen, chosen)
         self._tell("dispatcher", name if reason is None else f"{name}, because {reason}")
         if name == "DeepEPDispatcher":
-            self._tell_buffers(group_size, num_sms, settings.get("max_tokens_per_rank") or self._tokens())
+            self._tell_buffers(
+                group_size, num_sms, settings.get("max_tokens_per_rank") or tokens_of_forward(self.fit.datamodule)
+            )
 
     def _why_not_deep_ep(self, experts: int, group_size: int, num_sms: int) -> str | None:
         assert self.shape is not None
@@ -346,11 +348,6 @@ class PlannedRun:
         text = f"about {memory(size or 0)} on each process" if known else "known at the first dispatch only"
         self._tell("DeepEP buffers", f"{generation}: {text}")
 
-    def _tokens(self) -> int | None:
-        data = self.fit.datamodule
-        sizes = getattr(data, "micro_batch_size", None), getattr(data, "sequence_length", None)
-        return sizes[0] * sizes[1] if isinstance(sizes[0], int) and isinstance(sizes[1], int) else None
-
     def _compute_dtype(self) -> torch.dtype:
         asked = getattr(self.strategy, "compute_dtype", None)
         lowered = str(self.trainer.precision).startswith("bf16") or isinstance(self.precision, MoEPrecision)
@@ -375,7 +372,10 @@ class PlannedRun:
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # its own table
                 plugin.convert(
-                    self.model, self.device, tokens=self._tokens(), expert_parallel_size=expert_parallel_size
+                    self.model,
+                    self.device,
+                    tokens=tokens_of_forward(self.fit.datamodule),
+                    expert_parallel_size=expert_parallel_size,
                 )
         except (ValueError, RuntimeError, ImportError) as error:
             raise ValueError(f"trainer.plugins: {error}") from error
