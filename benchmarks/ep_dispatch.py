@@ -22,10 +22,13 @@ from lightning_moe.dispatch.all_to_all import AllToAllDispatcher
 from lightning_moe.dispatch.base import TokenDispatcher
 from lightning_moe.dispatch.deep_ep.dispatcher import DeepEPDispatcher
 from lightning_moe.dispatch.deep_ep.found import find_deep_ep
+from lightning_moe.dispatch.fp8_rows import TILE, row_bytes
 from lightning_moe.models.deepseek_v3 import DeepSeekV3Config
 from lightning_moe.moe.router import Router, RoutingPlan
 
 ALL_TO_ALL, DEEP_EP = "all_to_all", "deep_ep"
+ALL_TO_ALL_FP8, DEEP_EP_FP8 = "all-to-all, FP8", "DeepEP, FP8"  # FP8 is what tokens travel in to experts
+IN_FP8 = {ALL_TO_ALL: ALL_TO_ALL_FP8, DEEP_EP: DEEP_EP_FP8}
 _PROFILED = 3
 _WARMUP = 3
 _NAME_LENGTH = 100
@@ -62,6 +65,11 @@ def why_no_deep_ep() -> str | None:
     return None
 
 
+def takes_fp8(config: DeepSeekV3Config) -> bool:
+    """Whether tokens of a model can travel in eight bits."""
+    return config.hidden_size % TILE == 0
+
+
 def measure_dispatch(worker: Worker, arguments: argparse.Namespace) -> None:
     """Times each dispatcher on each shape, and then the adapter."""
     systems: list[tuple[str, int | None, Callable[..., TokenDispatcher]]] = [(ALL_TO_ALL, None, AllToAllDispatcher)]
@@ -69,10 +77,14 @@ def measure_dispatch(worker: Worker, arguments: argparse.Namespace) -> None:
         for num_sms in arguments.num_sms:
             adapter = partial(DeepEPDispatcher, num_sms=num_sms, **arguments.dispatcher_arguments)
             systems.append((DEEP_EP, num_sms, adapter))
+    systems += [(IN_FP8[system], num_sms, partial(make, fp8_dispatch=True)) for system, num_sms, make in systems]
     for system, num_sms, make in systems:
+        in_fp8 = system in IN_FP8.values()
         for name in arguments.dispatch_shapes:
+            if in_fp8 and not takes_fp8(DISPATCH_SHAPES[name].config):
+                continue
             row = {"part": "dispatch", "system": system, "num_sms": num_sms, "shape": name}
-            row |= _measure(worker, make, DISPATCH_SHAPES[name], arguments)
+            row |= _measure(worker, make, DISPATCH_SHAPES[name], arguments, in_fp8)
             shown = "dispatch {shape}, {system}, {num_sms} SMs: forward {forward_ms:.3f} ms, backward {backward_ms:.3f}"
             worker.send(row, shown.format(**row))
     if why_no_deep_ep() is None:
@@ -107,7 +119,11 @@ def _plan(worker: Worker, shape: DispatchShape, tokens: int, seed: int) -> tuple
 
 
 def _measure(
-    worker: Worker, make: Callable[..., TokenDispatcher], shape: DispatchShape, arguments: argparse.Namespace
+    worker: Worker,
+    make: Callable[..., TokenDispatcher],
+    shape: DispatchShape,
+    arguments: argparse.Namespace,
+    in_fp8: bool,
 ) -> dict[str, Any]:
     config = shape.config
     x_TD, plan = _plan(worker, shape, shape.tokens, arguments.seed)
@@ -123,11 +139,14 @@ def _measure(
     dispatcher.close()
     sent, received = _rows(worker, plan.indices_TK, config.n_routed_experts)
     # Dispatch takes out what is sent, and combine what was received; backward does the same again.
-    gigabytes = max(worker.largest([float(sent + received)])) * config.hidden_size * 2 / 1e9
+    bytes_to_experts = row_bytes(config.hidden_size) if in_fp8 else 2 * config.hidden_size
+    bytes_out = sent * bytes_to_experts + received * 2 * config.hidden_size
+    gigabytes = max(worker.largest([float(bytes_out)])) / 1e9
     return row | {
         "tokens_per_gpu": shape.tokens,
         "rows_sent": sent,
         "rows_received": received,
+        "bytes_of_row_to_experts": bytes_to_experts,
         "gb_out_each_direction": gigabytes,
         "forward_gb_per_s": gigabytes / row["forward_ms"] * 1e3,
         "backward_gb_per_s": gigabytes / row["backward_ms"] * 1e3,

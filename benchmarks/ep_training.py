@@ -5,13 +5,13 @@ import gc
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from ep_dispatch import ALL_TO_ALL, DEEP_EP
+from ep_dispatch import ALL_TO_ALL, ALL_TO_ALL_FP8, DEEP_EP, DEEP_EP_FP8
 from ep_overlap import SHARED_EXPERT, overlaps
 from ep_processes import Worker
 from gpu_kernels import busy_ms, kernels_of, read_events
@@ -25,10 +25,15 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_moe import AdamW, DeepSeekV3, ExpertParallelStrategy
+from lightning_moe.dispatch.all_to_all import AllToAllDispatcher
 from lightning_moe.dispatch.deep_ep.dispatcher import DeepEPDispatcher
 from lightning_moe.precision.plugin import Float8Precision
 
 FSDP, ONE_DEVICE = "FSDP2 alone", "one device"
+THROUGH_DEEP_EP = (DEEP_EP, DEEP_EP_FP8)
+_TINY = SHAPES["tiny"]
+# The last one to try the script on a CPU: so wide that tokens can travel in eight bits
+TRAINING_SHAPES = {**SHAPES, "tiny_wide": replace(_TINY, config=replace(_TINY.config, hidden_size=128))}
 BF16, FLOAT8 = "bfloat16", "float8"
 _PROFILED = 2
 
@@ -116,9 +121,12 @@ def fit(
 
 def dispatcher_of(system: str, arguments: argparse.Namespace) -> Any:
     """What the strategy takes as its dispatcher."""
-    if system != DEEP_EP:
+    if system == ALL_TO_ALL_FP8:
+        return partial(AllToAllDispatcher, fp8_dispatch=True)
+    if system not in THROUGH_DEEP_EP:
         return ALL_TO_ALL
-    return partial(DeepEPDispatcher, num_sms=arguments.num_sms[0], **arguments.dispatcher_arguments)
+    settings = {**arguments.dispatcher_arguments, **({"fp8_dispatch": True} if system == DEEP_EP_FP8 else {})}
+    return partial(DeepEPDispatcher, num_sms=arguments.num_sms[0], **settings)
 
 
 def free_memory() -> None:
@@ -145,7 +153,7 @@ def measure_training(worker: Worker, arguments: argparse.Namespace, variants: Se
 
 def _measure(worker: Worker, arguments: argparse.Namespace, variant: Variant, part: str) -> None:
     seed_everything(arguments.seed, verbose=False)
-    shape = SHAPES[arguments.shape]
+    shape = TRAINING_SHAPES[arguments.shape]
     timed = arguments.warmup + arguments.steps
     profile = _Profile(worker, variant, arguments.traces) if variant.profiled else None
     generator = torch.Generator().manual_seed(arguments.seed + 1 + worker.rank)
@@ -166,7 +174,7 @@ def _measure(worker: Worker, arguments: argparse.Namespace, variant: Variant, pa
         **settings,
     )
     times = StepTimes(arguments.warmup, worker.device)
-    settings["dispatcher_arguments"] = arguments.dispatcher_arguments if variant.system == DEEP_EP else {}
+    settings["dispatcher_arguments"] = arguments.dispatcher_arguments if variant.system in THROUGH_DEEP_EP else {}
     row: dict[str, Any] = {
         "part": part,
         "system": variant.system,
@@ -174,7 +182,7 @@ def _measure(worker: Worker, arguments: argparse.Namespace, variant: Variant, pa
         "shape": arguments.shape,
         "gpus": worker.world_size,
         "expert_parallel_size": expert_parallel_size,
-        "num_sms": arguments.num_sms[0] if variant.system == DEEP_EP else None,
+        "num_sms": arguments.num_sms[0] if variant.system in THROUGH_DEEP_EP else None,
         "tokens_per_gpu": shape.tokens,
         "settings": {"parameters": PRECISION, "optimizer": "AdamW", "clip": 1.0, **settings},
     }

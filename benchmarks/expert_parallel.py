@@ -3,7 +3,8 @@
 Each part starts one process for each GPU. `dispatch` times dispatch and combine alone and the adapter around DeepEP;
 `step` whole training steps of the 16B shape cut to 8 layers, through Trainer.fit; `scaling` the same on fewer GPUs;
 `curves` trains a small model through both dispatchers on the same data; `trace` profiles two steps and tells what runs
-while tokens travel. Without an installed DeepEP only all-to-all is measured.
+while tokens travel. Without an installed DeepEP only all-to-all is measured. `dispatch` and `step` measure each
+dispatcher with tokens in FP8, too, where the hidden size is a multiple of 128.
 
     python benchmarks/expert_parallel.py                            (about four minutes on two H200s)
     python benchmarks/expert_parallel.py --parts dispatch --num-sms 16 24
@@ -21,11 +22,18 @@ from typing import Any
 
 import torch
 from ep_curves import measure_curves
-from ep_dispatch import ALL_TO_ALL, DEEP_EP, DISPATCH_SHAPES, measure_dispatch, why_no_deep_ep
+from ep_dispatch import (
+    ALL_TO_ALL,
+    DEEP_EP,
+    DISPATCH_SHAPES,
+    IN_FP8,
+    measure_dispatch,
+    takes_fp8,
+    why_no_deep_ep,
+)
 from ep_processes import Task, Worker, run_group
 from ep_report import add_ratios, remarks, save, tables
-from ep_training import BF16, FLOAT8, FSDP, ONE_DEVICE, Variant, measure_training
-from gpu_shapes import SHAPES
+from ep_training import BF16, FLOAT8, FSDP, ONE_DEVICE, TRAINING_SHAPES, Variant, measure_training
 from gpu_step import versions
 from record import RESULTS
 from rich.console import Console
@@ -63,6 +71,9 @@ def groups(arguments: argparse.Namespace) -> list[tuple[str, int, Task]]:
             variants.append(Variant(dispatcher, profiled="trace" in parts))
             if "step" in parts:
                 variants += [Variant(dispatcher, precision) for precision in arguments.precision if precision != BF16]
+        if "step" in parts and takes_fp8(TRAINING_SHAPES[arguments.shape].config):
+            for dispatcher in dispatchers:
+                variants += [Variant(IN_FP8[dispatcher], p) for p in dict.fromkeys((BF16, *arguments.precision))]
         train("step and trace", world_size, variants, "step" if "step" in parts else "traced")
     if "scaling" in parts:
         train("scaling, 1 process", 1, [Variant(ONE_DEVICE)], "scaling")
@@ -106,7 +117,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, help="by default the GPUs that are visible")
     parser.add_argument("--num-sms", type=int, nargs="+", default=[20, 24], help="of DeepEP; the first one in training")
     parser.add_argument("--precision", nargs="+", choices=(BF16, FLOAT8), default=[BF16], help="also for `step`")
-    parser.add_argument("--shape", choices=list(SHAPES), help="of a training step; by default v2_lite_16k")
+    parser.add_argument("--shape", choices=list(TRAINING_SHAPES), help="of a training step; by default v2_lite_16k")
     parser.add_argument("--dispatch-shapes", nargs="+", choices=list(DISPATCH_SHAPES), help="by default 16b 671b")
     parser.add_argument("--steps", type=int, default=8, help="timed training steps")
     parser.add_argument("--warmup", type=int, default=4, help="steps before them, compilation included")
@@ -125,7 +136,7 @@ def main() -> None:
     arguments.processes = arguments.processes or (torch.cuda.device_count() if on_cuda else 2)
     if arguments.processes < 2:
         parser.error("expert parallelism needs two GPUs at least; --device cpu tries the script without.")
-    arguments.shape = arguments.shape or ("v2_lite_16k" if on_cuda else "tiny")
+    arguments.shape = arguments.shape or ("v2_lite_16k" if on_cuda else "tiny_wide")
     arguments.dispatch_shapes = arguments.dispatch_shapes or (["16b", "671b"] if on_cuda else ["tiny"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the processes are stopped too
     began = time.perf_counter()

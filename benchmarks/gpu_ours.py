@@ -20,20 +20,31 @@ from lightning_moe.moe.layer import MoELayer
 from lightning_moe.moe.router import Router, RoutingPlan
 from lightning_moe.optim.adamw import AdamW
 from lightning_moe.precision.casting import keep_gradients_lowered
+from lightning_moe.precision.plugin import MoEPrecision
 from lightning_moe.strategies.expert_parallel import ExpertParallelStrategy
 
+OURS = "lightning-moe"
 MTP_WEIGHT = 0.3
 LOG_EVERY_N_STEPS = 10
 
 
-def without_trainer(shape: Shape, options: Options) -> System:
-    """What the strategy assembles on one device, and all that the module does in a step."""
+def without_trainer(shape: Shape, options: Options, plugin: MoEPrecision | None = None) -> System:
+    """What the strategy assembles on one device, and all that the module does in a step.
+
+    Args:
+        shape: The step.
+        options: Of the run.
+        plugin: What the strategy converts the model by; ``None`` for bfloat16.
+    """
     module, strategy = _module(shape, options), _strategy(options)
     strategy.parallel_devices = [options.device]
+    strategy.precision_plugin = plugin
+    strategy.connect(module)
     # As much of a Trainer as a step asks for.
     trainer: Any = types.SimpleNamespace(
         strategy=strategy,
-        precision_plugin=None,
+        precision_plugin=plugin,
+        datamodule=types.SimpleNamespace(micro_batch_size=shape.batch, sequence_length=shape.sequence),
         world_size=1,
         accumulate_grad_batches=1,
         distributed_sampler_kwargs=None,
@@ -63,7 +74,8 @@ def without_trainer(shape: Shape, options: Options) -> System:
         _name_parts(module)
         _named(optimizer, "step", "optimizer")
 
-    return System(one_by_one(step), _size(module), _settings(module, options), name_parts)
+    modules = tuple(module.built_model.modules())
+    return System(one_by_one(step), _size(module), _settings(module, options), name_parts, modules)
 
 
 def with_bf16_moments(shape: Shape, options: Options) -> System:

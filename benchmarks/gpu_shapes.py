@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_moe.models.deepseek_v3 import DeepSeekV3Config
 from lightning_moe.models.deepseek_v3.model import DeepSeekV3Model
@@ -111,12 +111,14 @@ class System:
         parameters: How many there are.
         settings: How it was set up.
         name_parts: Makes the steps after it tell a profiler which part of the model runs; ``None`` if it cannot.
+        modules: Those of the model, where it is ours.
     """
 
     train: Callable[[Iterable[Batch], Callable[[Tensor], None]], None]
     parameters: int
     settings: dict[str, Any]
     name_parts: Callable[[], None] | None = None
+    modules: tuple[nn.Module, ...] = ()
 
 
 def one_by_one(

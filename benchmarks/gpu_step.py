@@ -6,6 +6,12 @@ events; operations are counted by one rule (lightning_moe/models/flops.py), as a
 
     python benchmarks/gpu_step.py --shapes v2_lite_16k 671b_8k              (the rivals need the extra "bench")
     python benchmarks/gpu_step.py --systems lightning-moe --shapes v2_lite_16k --profile traces
+    python benchmarks/gpu_step.py --systems lightning-moe --precision float8_rowwise float8_tensorwise_rowwise
+
+``--precision`` also times our step in low precision: converted by a plugin as in training, whatever the table of
+measurements would choose, and only by kernels on a GPU. Such rows have their ratio to our bfloat16 of the same run, and
+its loss beside theirs: that of the last batch once more, after the steps on it, so that gradients that are wrong show
+too. To try the script: ``--device cpu --shapes tiny``, where low precision is emulated.
 """
 
 import argparse
@@ -27,7 +33,9 @@ from typing import Any
 
 import torch
 from gpu_kernels import busy_ms, kernels_of, read_events, tables
-from gpu_ours import through_trainer, with_bf16_moments, without_trainer
+from gpu_ours import OURS, through_trainer, with_bf16_moments, without_trainer
+from gpu_precision import PRECISIONS, compare, system_name
+from gpu_precision import SYSTEMS as LOW_PRECISION
 from gpu_rivals import torchtitan, transformers
 from gpu_shapes import SHAPES, Batch, Options, Shape, System
 from record import RESULTS, machine
@@ -35,11 +43,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-OURS, TRAINER, BF16_MOMENTS = "lightning-moe", "lightning-moe (Trainer)", "lightning-moe (bf16 moments)"
+TRAINER, BF16_MOMENTS = "lightning-moe (Trainer)", "lightning-moe (bf16 moments)"
 SYSTEMS: dict[str, Callable[[Shape, Options], System]] = {
     OURS: without_trainer,
     TRAINER: through_trainer,
     BF16_MOMENTS: with_bf16_moments,
+    **LOW_PRECISION,
     "transformers": transformers,
     "torchtitan": torchtitan,
 }
@@ -117,6 +126,9 @@ def measure(system: System, batches: list[Batch], arguments: argparse.Namespace)
     system.train(batches, times.after_step)
     milliseconds = times.milliseconds()
     peak = torch.cuda.max_memory_allocated() / 2**30 if times.on_cuda else None
+    losses_after: list[Tensor] = []
+    if name != TRAINER:  # which trains once
+        system.train(batches[-1:], losses_after.append)
     step_ms = statistics.median(milliseconds)
     tflops = flops * shape.tokens / step_ms / 1e9
     return {
@@ -134,6 +146,7 @@ def measure(system: System, batches: list[Batch], arguments: argparse.Namespace)
         "first_step_s": times.first_step_s,
         "first_loss": times.losses[0].item(),
         "last_loss": times.losses[-1].item(),
+        "loss_after": losses_after[0].item() if losses_after else None,
         "settings": {
             **system.settings,
             "compiled": not arguments.no_compile,
@@ -306,14 +319,14 @@ def overheads(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def save(rows: list[dict[str, Any]], described: dict[str, Any], arguments: argparse.Namespace) -> Path:
-    """Writes the record; rows of other shapes and routings that it holds from the same device and versions stay."""
+    """Writes the record; rows of other systems, shapes and routings that it holds from the same versions stay."""
     path: Path = arguments.output
-    measured = {(row["shape"], row["routing"]) for row in rows}
+    measured = {(row["shape"], row["routing"], row["system"]) for row in rows}
     kept: list[dict[str, Any]] = []
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
         same = all(before["machine"].get(key) == described.get(key) for key in ("device", "versions"))
-        kept = [row for row in before["rows"] if same and (row["shape"], row["routing"]) not in measured]
+        kept = [row for row in before["rows"] if same and (row["shape"], row["routing"], row["system"]) not in measured]
     settings = {name: getattr(arguments, name) for name in ("steps", "warmup", "seed", "ceiling")}
     dated = [{"date": described.get("date"), **row} for row in rows]
     content = {"machine": described, "settings": settings, "rows": kept + dated}
@@ -334,6 +347,14 @@ def main() -> None:
     parser.add_argument(
         "--bf16-moments", action="store_true", help="also time our step with AdamW's moments in bfloat16"
     )
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        choices=list(PRECISIONS),
+        default=[],
+        metavar="NAME",
+        help=f"also time our step in low precision: {', '.join(PRECISIONS)}",
+    )
     parser.add_argument("--steps", type=int, default=12, help="timed steps")
     parser.add_argument("--warmup", type=int, default=4, help="steps before them, compilation included")
     parser.add_argument("--clip", type=float, default=1.0, help="gradient norm; 0 for no clipping")
@@ -345,7 +366,7 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, default=240.0, help="seconds for one system and shape")
     parser.add_argument("--strategy-arguments", type=json.loads, default={}, metavar="JSON", help="more, for ours")
     parser.add_argument("--optimizer-arguments", type=json.loads, default={}, metavar="JSON", help="more, for ours")
-    parser.add_argument("--output", type=Path, default=RESULTS / "gpu_step.json", help="where the record goes")
+    parser.add_argument("--output", type=Path, help="where the record goes; by default to results/, from a GPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--quiet", action="store_true", help="show nothing of what the systems print")
@@ -356,12 +377,18 @@ def main() -> None:
         return
     more = [(arguments.through_lightning, TRAINER), (arguments.bf16_moments, BF16_MOMENTS)]
     arguments.systems += [name for asked, name in more if asked]
+    arguments.systems += [system_name(name) for name in dict.fromkeys(arguments.precision)]
     rows, described = run_all(arguments)
     console = Console(width=140)
     console.print(report(rows, arguments.ceiling))
+    beside_bf16 = compare(rows)
+    if beside_bf16 is not None:
+        console.print(beside_bf16)
     for line in [*cannot_run(rows), *overheads(rows)]:
         console.print(line, highlight=False)
-    if any("reason" not in row for row in rows):
+    if arguments.output is None and arguments.device == "cuda":
+        arguments.output = RESULTS / "gpu_step.json"
+    if arguments.output is not None and any("reason" not in row for row in rows):
         console.print(f"Record: {save(rows, described, arguments)}")
 
 

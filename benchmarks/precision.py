@@ -2,7 +2,8 @@
 
 Shapes are those of the 16B model (64 experts, 16,384 tokens) and of one of 32 expert-parallel devices of the 671B model
 (8 experts, 8,192 rows each). All is compiled as in training; times are medians, and quantisation is part of them. What
-cannot run is left out with the reason.
+cannot run is left out with the reason. "fp8 rowwise" experts have fused casts; those that torchao makes are a row of
+their own. The record is written after each row.
 
     python benchmarks/precision.py                              (one GPU and torchao; some minutes)
     python benchmarks/precision.py --part experts --shape 671b_ep32
@@ -34,6 +35,7 @@ from lightning_moe.models.deepseek_v3.rope import rotation_of
 from lightning_moe.moe.experts import GroupedExperts
 from lightning_moe.moe.feed_forward import Linear
 from lightning_moe.precision.casting import cast_on_use
+from lightning_moe.precision.conversion import multiplication_of
 from lightning_moe.precision.plugin import BlockwiseFP8Precision, Float8Precision, MXFP8Precision, QuantisedPrecision
 from lightning_moe.precision.torchao_ops import torchao_version
 from lightning_moe.strategies.regions import apply_to_regions
@@ -85,6 +87,8 @@ SHAPES = {
 PLUGINS: dict[str, Callable[[], QuantisedPrecision] | None] = {
     "bf16": None,
     "fp8 rowwise": lambda: Float8Precision("rowwise", "rowwise", emulate="never"),
+    "fp8 rowwise, bf16 wgrad": lambda: Float8Precision("rowwise", "rowwise", True, emulate="never"),
+    "fp8 rowwise torchao": lambda: Float8Precision("rowwise", "rowwise", emulate="never"),
     "fp8 tensorwise linears": lambda: Float8Precision("tensorwise", "bf16", emulate="never"),
     "fp8 tensorwise linears, rowwise experts": lambda: Float8Precision("tensorwise", "rowwise", emulate="never"),
     "fp8 blockwise": lambda: BlockwiseFP8Precision(emulate="never"),
@@ -92,18 +96,19 @@ PLUGINS: dict[str, Callable[[], QuantisedPrecision] | None] = {
     "mxfp8": lambda: MXFP8Precision(emulate="never"),
     "mxfp8 emulated": lambda: MXFP8Precision(emulate="always"),
 }
-EVERYWHERE = ("bf16", "fp8 rowwise", "mxfp8", "mxfp8 emulated")
+TORCHAO = "fp8 rowwise torchao"
+SLOW = "mxfp8 emulated"  # measured last, and few times
 OF_PART = {
-    "experts": (*EVERYWHERE, "fp8 blockwise"),
-    "linears": (*EVERYWHERE, "fp8 tensorwise linears", "fp8 blockwise linears"),
+    "experts": ("bf16", "fp8 rowwise", "fp8 rowwise, bf16 wgrad", TORCHAO, "fp8 blockwise", "mxfp8", SLOW),
+    "linears": ("bf16", "fp8 rowwise", "fp8 tensorwise linears", "fp8 blockwise linears", "mxfp8", SLOW),
     "block": tuple(PLUGINS),
 }
 Result = dict[str, Any]
 
 
 def milliseconds(step: Callable[[], None], device: torch.device, repeats: int) -> float:
-    """Median time of a step after three that warm up."""
-    for _ in range(3):
+    """Median time of a step after three that warm up, or as many as are measured if those are fewer."""
+    for _ in range(min(3, repeats)):
         step()
     times = []
     for _ in range(repeats):
@@ -134,12 +139,13 @@ def step_of(function: Callable[..., Tensor], module: nn.Module, x: Tensor) -> Ca
     return step
 
 
-def convert(module: nn.Module, plugin: Callable[[], QuantisedPrecision] | None, shape: Shape, x: Tensor) -> None:
-    """Converts a module in place, without the table.
+def convert(module: nn.Module, name: str, shape: Shape, x: Tensor) -> None:
+    """Converts a module in place to a precision, by its name, without the table.
 
     Raises:
         ValueError: There are no kernels, or nothing was converted.
     """
+    plugin = PLUGINS[name]
     if plugin is None:
         return
     made = plugin()
@@ -148,16 +154,20 @@ def convert(module: nn.Module, plugin: Callable[[], QuantisedPrecision] | None, 
     if made.report is None or not made.report.converted:
         outcomes = [] if made.report is None else [outcome for _, _, outcome in made.report.entries]
         raise ValueError("; ".join(outcomes))
+    if name == TORCHAO:  # what has another function in the place of grouped_mm multiplies by that, and casts in between
+        for part in module.modules():
+            if isinstance(part, GroupedExperts):
+                part.grouped_mm = multiplication_of(part)  # type: ignore[method-assign, assignment]
 
 
-def measure_experts(shape: Shape, device: torch.device, repeats: int, plugin: Any) -> Result:
+def measure_experts(shape: Shape, device: torch.device, repeats: int, name: str) -> Result:
     """Both multiplications of the experts and what is between them, with rows spread evenly."""
     config = shape.config
     experts = GroupedExperts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size)
     experts = experts.to(device, torch.bfloat16)
     rows = shape.tokens * config.num_experts_per_tok
     x = torch.randn(rows, config.hidden_size, device=device, dtype=torch.bfloat16)
-    convert(experts, plugin, shape, x)
+    convert(experts, name, shape, x)
     ends = torch.arange(1, config.n_routed_experts + 1, device=device) * (rows // config.n_routed_experts)
     offsets = (ends // 128 * 128).to(torch.int32)
     offsets[-1] = rows
@@ -170,22 +180,22 @@ def measure_experts(shape: Shape, device: torch.device, repeats: int, plugin: An
     return _with_rate({"ms": milliseconds(step, device, repeats)}, flops)
 
 
-def measure_linear(size: tuple[int, int], shape: Shape, device: torch.device, repeats: int, plugin: Any) -> Result:
+def measure_linear(size: tuple[int, int], shape: Shape, device: torch.device, repeats: int, name: str) -> Result:
     """One linear at the tokens of a shape."""
     linear = Linear(*size, initializer_range=0.006).to(device, torch.bfloat16)
     x = torch.randn(shape.tokens, size[0], device=device, dtype=torch.bfloat16)
-    convert(nn.Sequential(linear), plugin, shape, x)
+    convert(nn.Sequential(linear), name, shape, x)
     step = step_of(torch.compile(linear.forward), linear, x)
     return _with_rate({"ms": milliseconds(step, device, repeats)}, 6 * shape.tokens * size[0] * size[1])
 
 
-def measure_block(shape: Shape, device: torch.device, repeats: int, plugin: Any) -> Result:
+def measure_block(shape: Shape, device: torch.device, repeats: int, name: str) -> Result:
     """A block: attention, router, dispatch, experts and shared experts, with float32 masters."""
     with torch.device(device):
         model = DeepSeekV3Model(shape.config)
     model.init_weights(0)
     hidden = torch.randn(shape.batch, shape.sequence, shape.config.hidden_size, device=device, dtype=torch.bfloat16)
-    convert(model, plugin, shape, hidden)
+    convert(model, name, shape, hidden)
     apply_to_regions(model, "none", compile_regions=True)
     cast_on_use(model, torch.bfloat16)
     block = dict(model.blocks())["layers.0"]
@@ -218,36 +228,58 @@ def attempt(what: str, name: str, measure: Callable[[], Result], console: Consol
     return result
 
 
-def measure_all(arguments: argparse.Namespace, device: torch.device, console: Console) -> list[Result]:
-    """Runs the parts that were asked for."""
-    rows = []
+def measure_all(
+    arguments: argparse.Namespace, device: torch.device, console: Console, written: Callable[[list[Result]], None]
+) -> list[Result]:
+    """Runs the parts that were asked for; what is slow comes after all else.
+
+    Args:
+        arguments: Of the command line.
+        device: Where to run.
+        console: For each result.
+        written: Called with all rows after each multiplication.
+    """
+    rows: list[Result] = []
+    later: list[tuple[Result, Callable[[], Result]]] = []
     for shape_name in arguments.shape:
         shape = SHAPES[shape_name]
-        options = (shape, device, arguments.repeats)
-        multiplications: list[tuple[str, str, Callable[[Any], Result]]] = [
-            ("experts", "experts", partial(measure_experts, *options)),
-            ("block", "block", partial(measure_block, *options)),
+        multiplications: list[tuple[str, str, Callable[..., Result]]] = [
+            ("experts", "experts", measure_experts),
+            ("block", "block", measure_block),
         ]
         for name, size in shape.linears().items():
-            what = f"{name} {size[0]} -> {size[1]}"
-            multiplications.append(("linears", what, partial(measure_linear, size, *options)))
+            multiplications.append(("linears", f"{name} {size[0]} -> {size[1]}", partial(measure_linear, size)))
         for part, what, measure in multiplications:
             if part not in arguments.part:
                 continue
-            results = {
-                name: attempt(f"{shape_name}, {what}", name, partial(measure, PLUGINS[name]), console)
-                for name in OF_PART[part]
-            }
-            rows.append({"shape": shape_name, "tokens": shape.tokens, "what": what, "results": results})
+            row: Result = {"shape": shape_name, "tokens": shape.tokens, "what": what, "results": {}}
+            rows.append(row)
+            for name in [name for name in OF_PART[part] if name in arguments.precision]:
+                repeats = min(arguments.repeats, 2) if name == SLOW else arguments.repeats
+                attempted = partial(
+                    attempt, f"{shape_name}, {what}", name, partial(measure, shape, device, repeats, name), console
+                )
+                if name == SLOW:
+                    later.append((row, attempted))
+                else:
+                    row["results"][name] = attempted()
+            written(rows)
+    for row, attempted in later:
+        row["results"][SLOW] = attempted()
+        written(rows)
     return rows
 
 
-def with_earlier(rows: list[Result]) -> list[Result]:
-    """The rows, and those of the record that were not measured again."""
+def earlier_rows() -> list[Result]:
+    """The rows of the record."""
     path = RESULTS / "precision.json"
-    earlier = json.loads(path.read_text())["rows"] if path.exists() else []
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+def not_in(rows: list[Result], earlier: list[Result]) -> list[Result]:
+    """The earlier rows of what was not measured again."""
     measured = {(row["shape"], row["what"]) for row in rows}
-    return [row for row in earlier if (row["shape"], row["what"]) not in measured] + rows
+    return [row for row in earlier if (row["shape"], row["what"]) not in measured]
 
 
 def print_table(rows: list[Result], console: Console, title: str) -> None:
@@ -260,7 +292,7 @@ def print_table(rows: list[Result], console: Console, title: str) -> None:
     reasons: dict[str, set[str]] = {}
     for row in rows:
         results = row["results"]
-        base = results["bf16"].get("ms")
+        base = results.get("bf16", {}).get("ms")
         cells = []
         for name in PLUGINS:
             result = results.get(name, {})
@@ -284,27 +316,32 @@ def main() -> None:
     parts = tuple(OF_PART)
     parser.add_argument("--part", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--shape", nargs="+", choices=tuple(SHAPES), default=["16b", "671b_ep32"])
+    parser.add_argument("--precision", nargs="+", choices=tuple(PLUGINS), default=list(PLUGINS), metavar="NAME")
     parser.add_argument("--repeats", type=int, default=10)
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     torch.manual_seed(0)
     console = Console()
-    rows = measure_all(arguments, device, console)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     version = torchao_version()
     torchao = "none" if version is None else f"{version[0]}.{version[1]}"
-    title = f"{name}: speed relative to bfloat16 (torch {torch.__version__}, torchao {torchao})"
-    wide = Console(width=max(console.width, 170))
-    print_table(rows, wide, title)
     record = {
         "machine": machine(torch.get_num_threads()),
         "device": name,
         "torchao": torchao,
         "repeats": arguments.repeats,
-        "rows": with_earlier(rows),
     }
+    earlier = earlier_rows()
+
+    def written(rows: list[Result]) -> None:
+        if device.type == "cuda":
+            save("precision", {**record, "rows": [*not_in(rows, earlier), *rows]})
+
+    rows = measure_all(arguments, device, console, written)
+    title = f"{name}: speed relative to bfloat16 (torch {torch.__version__}, torchao {torchao})"
+    print_table(rows, Console(width=max(console.width, 170)), title)
     if device.type == "cuda":
-        console.print(f"Record: benchmarks/results/{save('precision', record).name}")
+        console.print("Record: benchmarks/results/precision.json")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,34 @@
 """lightning-moe: train DeepSeek-V3-class mixture-of-experts models with PyTorch Lightning."""
 
+import os
+import signal
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.strategies import StrategyRegistry
-
 __version__ = "0.1.0.dev0"
+
+
+def _is_command() -> bool:
+    """Whether the command ``lightning-moe`` or ``python -m lightning_moe`` is what imports this."""
+    name, started_as = [*getattr(sys, "argv", ()), ""][0], sys.orig_argv  # processes it spawns have its argv only
+    if name == "-m":
+        return ("-m", "lightning_moe") in zip(started_as, started_as[1:], strict=False)
+    return name in started_as and os.path.basename(name) in ("lightning-moe", "lightning-moe.exe")
+
+
+def _stop_importing(*_: object) -> None:
+    """Ends the command at Ctrl-C while it is imported: nothing has begun, and a traceback would tell nothing."""
+    rank = next((os.environ[name] for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ), "0")
+    if rank == "0":
+        os.write(2, b"Stopped by Ctrl-C.\n")
+    os._exit(128 + signal.SIGINT)
+
+
+if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _stop_importing)  # until cli.main gives it back
+
+from lightning.pytorch.strategies import StrategyRegistry  # noqa: E402 - the first of the long imports
 
 if TYPE_CHECKING:
     from lightning_moe.callbacks.preemption import Preemption

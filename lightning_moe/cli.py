@@ -1,6 +1,7 @@
 """The command line: :class:`MoECLI` (a ``LightningCLI``) and the console command ``lightning-moe``."""
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from lightning_moe import run_directory
+from lightning_moe import _stop_importing, run_directory
 from lightning_moe.argument_parser import MoEArgumentParser
 from lightning_moe.callbacks.interrupt import EXIT_STATUS, TrainingInterrupted
 from lightning_moe.callbacks.preemption import Preemption
@@ -372,6 +373,8 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())
     quiet_console()
     try:
+        if signal.getsignal(signal.SIGINT) is _stop_importing:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         MoECLI(args=[argument for argument in arguments if argument != "--debug"])
     except TrainingInterrupted as interrupt:
         return interrupt.status

@@ -202,3 +202,34 @@ def test_class_of_ones_own_beside_the_user(tmp_path: Path) -> None:
     # A newcomer's screen: no warnings, no advertisements
     for noise in ("Warning", "Tip", "GPU available", "Seed set"):
         assert noise not in done.stderr
+
+
+@pytest.mark.parametrize("module", ["lightning/pytorch/strategies", "jsonargparse"])
+@pytest.mark.parametrize("started", ["-m", "script", "other"])
+def test_ctrl_c_while_the_command_is_imported(module: str, started: str, tmp_path: Path) -> None:
+    stub = tmp_path / "path" / f"{module}.py"
+    stub.parent.mkdir(parents=True)
+    stub.write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    for package in list(Path(module).parents)[:-1]:
+        (tmp_path / "path" / package / "__init__.py").touch()
+    script = tmp_path / "bin" / "lightning-moe"
+    script.parent.mkdir()
+    script.write_text("from lightning_moe.cli import main\n\nmain()\n")
+    given = {"-m": ["-m", "lightning_moe"], "script": [str(script)], "other": ["-c", "import lightning_moe.cli"]}[
+        started
+    ]
+    environment = {name: value for name, value in os.environ.items() if "RANK" not in name and "SLURM" not in name}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path / "path"), str(Path(__file__).parents[1])])
+
+    def run(**more: str) -> tuple[int, str]:
+        command = [sys.executable, *given, "fit"]
+        done = subprocess.run(command, env={**environment, **more}, capture_output=True, text=True, timeout=120)
+        return done.returncode, done.stderr
+
+    if started == "other":  # a program that imports the package is not ours to end
+        status, text = run()
+        assert status != 130
+        assert text.rstrip().endswith("KeyboardInterrupt")
+        return
+    assert run() == (130, "Stopped by Ctrl-C.\n")
+    assert run(RANK="1") == (130, "")

@@ -3,13 +3,16 @@
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_moe.callbacks.peak_flops import PeakDtype, peak_of
 from lightning_moe.models.base import MoEModel
 from lightning_moe.models.flops import active_matmul_parameters
+from lightning_moe.models.host_copy import HostCopy, on_host
 from lightning_moe.models.module import MoELightningModule
 
 
@@ -17,12 +20,12 @@ class MoEThroughput(Callback):
     """Logs TFLOP/s, model FLOP utilisation and peak memory beside ``train/tokens_per_second``.
 
     At every logged step, for the steps since the one logged before: ``train/tflops_per_device``, ``train/mfu`` and
-    ``train/peak_memory_gib`` (allocated, the largest of all processes so far). How operations are counted, and the peak
-    that ``train/mfu`` is a share of, are stated once when training starts. Without a known peak, as on a CPU, there is
-    no ``train/mfu``.
+    ``train/peak_memory_gib`` (allocated, the largest of all processes until the step's optimizer). How operations are
+    counted, and the peak that ``train/mfu`` is a share of, are stated once when training starts. Without a known peak,
+    as on a CPU, there is no ``train/mfu``.
 
     Speed is that of the whole loop, data included, without the first steps, validation and checkpoints. The host waits
-    for the device only at logged steps, where values are read anyway.
+    only at logged steps, where values are read anyway, and then for the gradients: the device has its optimizer to run.
 
     Args:
         warmup_steps: Steps at the start, or after resuming, that are left out of the speed: they compile.
@@ -58,6 +61,7 @@ class MoEThroughput(Callback):
         self._peak_source = ""
         self._last_step = 0
         self._steps = 0
+        self._memory: HostCopy | None = None
         self._stated_for: float | None = None
 
     @override
@@ -93,7 +97,17 @@ class MoEThroughput(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._last_step, self._steps = trainer.global_step, 0
+        self._last_step, self._steps, self._memory = trainer.global_step, 0, None
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Sends the memory to the host ahead of the optimizer's kernels, so that nothing waits for these."""
+        device = trainer.strategy.root_device
+        if device.type == "cuda" and _is_logged(trainer, trainer.global_step + 1):
+            largest = torch.full((), torch.cuda.max_memory_allocated(device) / 2**30, device=device)
+            if trainer.world_size > 1:
+                dist.all_reduce(largest, dist.ReduceOp.MAX)  # Lightning's own makes the host wait at a barrier before
+            self._memory = HostCopy({"train/peak_memory_gib": largest})
 
     @override
     def on_train_batch_end(
@@ -107,18 +121,19 @@ class MoEThroughput(Callback):
         if self._steps <= self.warmup_steps:
             pl_module.clock.restart(pl_module.tokens_seen)
             return
-        log_every_n_steps: Any = getattr(trainer, "log_every_n_steps", 1)
-        if trainer.global_step % max(log_every_n_steps, 1):
+        if not _is_logged(trainer, trainer.global_step):
             return
-        values = self._speed(trainer, pl_module, batch["input_ids"].shape[-1]) | _memory(trainer)
+        values: dict[str, Any] = {**self._speed(trainer, pl_module, batch["input_ids"].shape[-1])}
+        if self._memory is not None:
+            values |= self._memory.read()
         for name, value in values.items():
-            pl_module.log(name, value, on_step=True, on_epoch=False, batch_size=1)
+            pl_module.log(name, on_host(value), on_step=True, on_epoch=False, batch_size=1)
 
     def _speed(self, trainer: Trainer, module: MoELightningModule, sequence_length: int) -> dict[str, float]:
+        per_token = module.flops_per_token(sequence_length)  # first: it takes its time, while the device computes
         tokens_per_second = module.clock.tokens_per_second(module.tokens_seen)
         if tokens_per_second is None:
             return {}
-        per_token = module.flops_per_token(sequence_length)
         if per_token != self._stated_for:
             self._stated_for = per_token
             rank_zero_info(self._rule(trainer, module.built_model, sequence_length, per_token))
@@ -150,12 +165,9 @@ class MoEThroughput(Callback):
         )
 
 
-def _memory(trainer: Trainer) -> dict[str, float]:
-    device = trainer.strategy.root_device
-    if device.type != "cuda":
-        return {}
-    here = torch.tensor(torch.cuda.max_memory_allocated(device) / 2**30, device=device)
-    return {"train/peak_memory_gib": float(trainer.strategy.reduce(here, reduce_op="max"))}
+def _is_logged(trainer: Trainer, step: int) -> bool:
+    log_every_n_steps: Any = getattr(trainer, "log_every_n_steps", 1)
+    return step % max(log_every_n_steps, 1) == 0
 
 
 def _compute_dtype(trainer: Trainer) -> PeakDtype:

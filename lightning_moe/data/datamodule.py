@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_moe.data.batch_plan import BatchPlan, Phase, batch_size_steps
 from lightning_moe.data.loaders import TokenBatches, TrainLoader, ValidationLoader
@@ -20,6 +21,7 @@ _UNSET_MAX_EPOCHS = 1000
 _TRAINER_SETTINGS = (
     "accumulate_grad_batches",
     "limit_train_batches",
+    "limit_val_batches",
     "check_val_every_n_epoch",
     "reload_dataloaders_every_n_epochs",
 )
@@ -176,6 +178,10 @@ class TokenDataModule(LightningDataModule):
         self._ranks = (int(sampler.get("rank", 0)), int(sampler.get("num_replicas", 1)))
         if stage == "fit":
             self._setup_fit(trainer)
+        elif self._validates_with_store(stage) and not len(self._blocks["validation"]):
+            raise ValueError(
+                f"data.path: {self._no_validation()};\nprepare more text, or with a validation_fraction such as 0.01"
+            )
 
     def _setup_fit(self, trainer: Any) -> None:
         if not len(self._blocks["train"]):
@@ -192,6 +198,11 @@ class TokenDataModule(LightningDataModule):
         self._check_batch_sizes(self._given["accumulate_grad_batches"])
         self._set_limits(trainer)
         trainer.limit_train_batches = 1.0
+        trainer.limit_val_batches = self._given["limit_val_batches"]
+        if not len(self._blocks["validation"]) and self._validates_with_store("validate"):
+            trainer.limit_val_batches = 0  # Lightning warns of loaders without batches
+            if self.manifest.tokens["validation"]:
+                rank_zero_info(f"data.path: {self._no_validation()}; nothing is validated")
         if isinstance(trainer.val_check_interval, int):
             # counted over the whole training: how long a phase is does not matter
             trainer.check_val_every_n_epoch = None
@@ -345,6 +356,18 @@ class TokenDataModule(LightningDataModule):
                 f" {manifest.tokenizer}), the model's vocab_size is {shape.vocab_size};\nset vocab_size to"
                 f" {manifest.vocab_size}, or prepare the text with a smaller tokenizer"
             )
+
+    def _validates_with_store(self, stage: str) -> bool:
+        """Whether a stage reads the store's validation samples, and not a subclass's own loader."""
+        loaders = {"validate": ("val_dataloader",), "test": ("test_dataloader", "val_dataloader")}
+        names = loaders.get(stage, ())
+        return bool(names) and all(getattr(type(self), name) is getattr(TokenDataModule, name) for name in names)
+
+    def _no_validation(self) -> str:
+        return (
+            f"{self._store} has no validation sample of {self.sequence_length} tokens"
+            f" ({self.manifest.tokens['validation']:,} validation tokens)"
+        )
 
     def _check_trainer(self, trainer: Any, given: dict[str, Any]) -> None:
         if not trainer.lightning_module.automatic_optimization:

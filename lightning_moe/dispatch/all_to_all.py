@@ -12,9 +12,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_moe.dispatch.base import Dispatched, TokenDispatcher
-from lightning_moe.dispatch.permute import RowPlan, permute, plan_rows, rows_again, sum_rows, unpermute
+from lightning_moe.dispatch.fp8_rows import (
+    FP8Rows,
+    check_hidden_size,
+    expand_rows,
+    fp8_rows_again,
+    pack_rows,
+    unpack_rows,
+)
+from lightning_moe.dispatch.permute import RowPlan, gather_rows, permute, plan_rows, rows_again, sum_rows, unpermute
 from lightning_moe.moe.router import RoutingPlan
 
 
@@ -57,13 +66,19 @@ class AllToAllDispatcher(TokenDispatcher):
         num_experts: Experts ``E`` of the layer, a multiple of the group's size.
         group: The expert-parallel group.
         alignment: Rows to whose multiple each expert's group is padded.
+        fp8_dispatch: Whether tokens travel to experts in E4M3 with a scale per 128 values, and so do the gradients of
+            ``combine``; what comes back does not. The hidden size must be a multiple of 128. For backward, indices are
+            kept and, where the rows are to be made again, the bytes that came: about half of bfloat16's.
     """
 
     communicates = True
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup, alignment: int = 1) -> None:
+    def __init__(
+        self, num_experts: int, group: dist.ProcessGroup, alignment: int = 1, *, fp8_dispatch: bool = False
+    ) -> None:
         super().__init__(num_experts, alignment)
         self.group = group
+        self.fp8_dispatch = fp8_dispatch
         self.group_size = dist.get_world_size(group)
         if num_experts % self.group_size:
             raise ValueError(
@@ -71,6 +86,15 @@ class AllToAllDispatcher(TokenDispatcher):
                 f"({self.group_size})."
             )
         self.num_local_experts = num_experts // self.group_size
+
+    def prepare(self, hidden_size: int, num_experts_per_tok: int, max_tokens: int | None = None) -> None:
+        """Checks the hidden size where tokens travel in eight bits; otherwise there are no rules.
+
+        Raises:
+            ValueError: The hidden size is no multiple of 128.
+        """
+        if self.fp8_dispatch:
+            check_hidden_size(hidden_size)
 
     def dispatch(self, x_TD: Tensor, plan: RoutingPlan) -> Dispatched:
         """Sends each token to the ranks of its experts and orders what arrives by local expert."""
@@ -82,17 +106,29 @@ class AllToAllDispatcher(TokenDispatcher):
         local_ids_MK = _all_to_all(
             local_ids_NK.to(torch.int32), exchange.send_splits, exchange.receive_splits, self.group
         ).to(torch.int64)
-        x_MD, weights_MK = _SendTokens.apply(x_TD, plan.weights_TK, here_NK, exchange, self.group)
-        rows = plan_rows(local_ids_MK, self.num_local_experts, self.alignment, num_choices=exchange.received_choices)
-        rows_RD, weights_R = permute(x_MD, weights_MK, rows)
-        again = rows_again(x_MD, rows)
+        if self.fp8_dispatch:
+            rows = self._plan_rows(local_ids_MK, exchange)
+            rows_RD, weights_R, received = _SendInFP8.apply(x_TD, plan.weights_TK, here_NK, exchange, rows, self.group)
+            again = fp8_rows_again(received, x_TD.dtype, rows)
+        else:
+            x_MD, weights_MK = _SendTokens.apply(x_TD, plan.weights_TK, here_NK, exchange, self.group)
+            rows = self._plan_rows(local_ids_MK, exchange)
+            rows_RD, weights_R = permute(x_MD, weights_MK, rows)
+            again = rows_again(x_MD, rows)
         return Dispatched(rows_RD, weights_R, rows.offsets_E, _State(exchange, rows), again)
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Sums each token's weighted rows here, sends them home, and sums what each token gets back."""
         state: _State = dispatched.state
+        if self.fp8_dispatch and dispatched.weights_R is None:
+            return _ReturnForFP8.apply(y_RD, state.rows, state.exchange, self.group)
         partial_MD = unpermute(y_RD, dispatched.weights_R, state.rows)
+        if self.fp8_dispatch:
+            return _ReturnForFP8.apply(partial_MD, None, state.exchange, self.group)
         return _ReturnTokens.apply(partial_MD, state.exchange, self.group)
+
+    def _plan_rows(self, local_ids_MK: Tensor, exchange: _Exchange) -> RowPlan:
+        return plan_rows(local_ids_MK, self.num_local_experts, self.alignment, num_choices=exchange.received_choices)
 
     @torch.no_grad()
     def _plan_exchange(self, indices_TK: Tensor) -> _Exchange:
@@ -145,22 +181,31 @@ class _SendTokens(torch.autograd.Function):
         ctx: Any, x_TD: Tensor, weights_TK: Tensor, here_NK: Tensor, exchange: _Exchange, group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor]:
         ctx.exchange, ctx.group = exchange, group
-        send, receive = exchange.send_splits, exchange.receive_splits
-        token_of_sent_N = exchange.token_of_sent_N
-        x_MD = _all_to_all(x_TD.index_select(0, token_of_sent_N), send, receive, group)
-        sent_weights_NK = weights_TK.index_select(0, token_of_sent_N).where(here_NK, 0.0)
-        return x_MD, _all_to_all(sent_weights_NK, send, receive, group)
+        x_ND = x_TD.index_select(0, exchange.token_of_sent_N)
+        x_MD = _all_to_all(x_ND, exchange.send_splits, exchange.receive_splits, group)
+        return x_MD, _send_weights(weights_TK, here_NK, exchange, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        exchange: _Exchange = ctx.exchange
-        send, receive = exchange.send_splits, exchange.receive_splits
-        grad_x_ND = _all_to_all(grads[0], receive, send, ctx.group)
-        grad_weights_NK = _all_to_all(grads[1], receive, send, ctx.group)
-        grad_x_TD = sum_rows(grad_x_ND, exchange.row_once_TK, padded=True)
-        # Each choice went to one rank: read its gradient from the row that went there.
-        padded_NK = torch.cat([grad_weights_NK, grad_weights_NK.new_zeros(1, grad_weights_NK.shape[1])])
-        return grad_x_TD, padded_NK.gather(0, exchange.row_of_choice_TK), None, None, None
+        return *_return_gradients(grads[0], grads[1], ctx.exchange, ctx.group), None, None, None
+
+
+def _send_weights(weights_TK: Tensor, here_NK: Tensor, exchange: _Exchange, group: dist.ProcessGroup) -> Tensor:
+    sent_weights_NK = weights_TK.index_select(0, exchange.token_of_sent_N).where(here_NK, 0.0)
+    return _all_to_all(sent_weights_NK, exchange.send_splits, exchange.receive_splits, group)
+
+
+def _return_gradients(
+    grad_x_MD: Tensor, grad_weights_MK: Tensor, exchange: _Exchange, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    send, receive = exchange.send_splits, exchange.receive_splits
+    grad_x_ND = _all_to_all(grad_x_MD, receive, send, group)
+    grad_weights_NK = _all_to_all(grad_weights_MK, receive, send, group)
+    grad_x_TD = sum_rows(grad_x_ND, exchange.row_once_TK, padded=True)
+    # Each choice went to one rank: read its gradient from the row that went there.
+    padded_NK = torch.cat([grad_weights_NK, grad_weights_NK.new_zeros(1, grad_weights_NK.shape[1])])
+    return grad_x_TD, padded_NK.gather(0, exchange.row_of_choice_TK)
 
 
 class _ReturnTokens(torch.autograd.Function):
@@ -173,7 +218,65 @@ class _ReturnTokens(torch.autograd.Function):
         return sum_rows(back_ND, exchange.row_once_TK, padded=True)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         exchange: _Exchange = ctx.exchange
         grad_ND = grads[0].index_select(0, exchange.token_of_sent_N)
         return _all_to_all(grad_ND, exchange.send_splits, exchange.receive_splits, ctx.group), None, None
+
+
+class _SendInFP8(torch.autograd.Function):
+    """Rounded tokens to the ranks of their experts, where they are expanded in the experts' order.
+
+    The gradients come back as they are: rounding counts as the identity.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        here_NK: Tensor,
+        exchange: _Exchange,
+        rows: RowPlan,
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor | None, FP8Rows]:
+        ctx.exchange, ctx.group = exchange, group
+        ctx.save_for_backward(rows.row_of_choice_TK)
+        ctx.padded = rows.padded
+        received = _exchange_in_fp8(x_TD, exchange, group)
+        weights_MK = _send_weights(weights_TK, here_NK, exchange, group)
+        return *expand_rows(received, x_TD.dtype, rows, weights_MK), received
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (row_of_choice_TK,) = ctx.saved_tensors
+        grad_x_MD, grad_weights_MK = gather_rows(grads[0], grads[1], row_of_choice_TK, ctx.padded)
+        return *_return_gradients(grad_x_MD, grad_weights_MK, ctx.exchange, ctx.group), None, None, None, None
+
+
+class _ReturnForFP8(torch.autograd.Function):
+    """Rows back to the ranks of their tokens as they are; their gradients come rounded.
+
+    With a plan, rows of a token are summed first. It saves nothing, so that the recomputation of a region ends before
+    it; the plan is that of the forward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, rows: RowPlan | None, exchange: _Exchange, group: dist.ProcessGroup) -> Tensor:
+        ctx.rows, ctx.exchange, ctx.group = rows, exchange, group
+        partial_MD = y_RD if rows is None else sum_rows(y_RD, rows.row_of_choice_TK, rows.padded)
+        back_ND = _all_to_all(partial_MD, exchange.receive_splits, exchange.send_splits, group)
+        return sum_rows(back_ND, exchange.row_once_TK, padded=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        received = _exchange_in_fp8(grads[0], ctx.exchange, ctx.group)
+        return expand_rows(received, grads[0].dtype, ctx.rows)[0], None, None, None
+
+
+def _exchange_in_fp8(x_TD: Tensor, exchange: _Exchange, group: dist.ProcessGroup) -> FP8Rows:
+    packed_NB = pack_rows(x_TD, exchange.token_of_sent_N)
+    return unpack_rows(_all_to_all(packed_NB, exchange.send_splits, exchange.receive_splits, group))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class RowPlan(NamedTuple):
@@ -102,16 +103,16 @@ def permute(x_TD: Tensor, weights_TK: Tensor, plan: RowPlan) -> tuple[Tensor, Te
 
 def copy_rows(x_TD: Tensor, plan: RowPlan) -> Tensor:
     """Copies tokens to their rows, without a gradient; padding is zero."""
-    return _copy_rows(x_TD, plan.choice_of_row_R, plan.row_of_choice_TK.shape[1], plan.padded)
+    return _copy_rows(x_TD, plan.row_of_choice_TK, plan.choice_of_row_R, plan.padded)
 
 
-def _copy_rows(x_TD: Tensor, choice_of_row_R: Tensor, top_k: int, padded: bool) -> Tensor:
+def _copy_rows(x_TD: Tensor, row_of_choice_TK: Tensor, choice_of_row_R: Tensor, padded: bool) -> Tensor:
     if _has_kernels(x_TD):
         from lightning_moe.dispatch.permute_kernel import copy_rows_kernel
 
-        return copy_rows_kernel(x_TD.contiguous(), choice_of_row_R, top_k)[0]
+        return copy_rows_kernel(x_TD.contiguous(), row_of_choice_TK, choice_of_row_R, padded=padded)[0]
     # A row of padding has choice T * K, hence token T: past the end.
-    return take_rows(x_TD, choice_of_row_R // top_k, padded)
+    return take_rows(x_TD, choice_of_row_R // row_of_choice_TK.shape[1], padded)
 
 
 def rows_again(x_TD: Tensor, plan: RowPlan) -> Callable[[], Tensor] | None:
@@ -190,6 +191,23 @@ def sum_rows(source_RD: Tensor, index_TK: Tensor, padded: bool, weights_R: Tenso
     return (rows_TKD * weights_TK[..., None]).sum(dim=1).to(source_RD.dtype)
 
 
+def gather_rows(
+    grad_rows_RD: Tensor, grad_weights_R: Tensor, row_of_choice_TK: Tensor, padded: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`permute`: sums over the rows of a token ``(T, D)``, and those of the weights ``(T, K)``."""
+    if _has_kernels(grad_rows_RD):
+        from lightning_moe.dispatch.permute_kernel import sum_rows_kernel
+
+        grad_x, grad_weights = sum_rows_kernel(
+            grad_rows_RD.contiguous(), row_of_choice_TK, None, grad_weights_R.contiguous()
+        )
+        assert grad_weights is not None
+        return grad_x, grad_weights
+    grad_x = sum_rows(grad_rows_RD.contiguous(), row_of_choice_TK, padded)
+    grad_weights = take_rows(grad_weights_R, row_of_choice_TK.flatten(), padded).view_as(row_of_choice_TK)
+    return grad_x, grad_weights
+
+
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, plan: RowPlan) -> tuple[Tensor, Tensor]:
@@ -199,25 +217,21 @@ class _Permute(torch.autograd.Function):
             from lightning_moe.dispatch.permute_kernel import copy_rows_kernel
 
             rows_RD, weights_R = copy_rows_kernel(
-                x_TD.contiguous(), plan.choice_of_row_R, weights_TK.shape[1], weights_TK.contiguous()
+                x_TD.contiguous(),
+                plan.row_of_choice_TK,
+                plan.choice_of_row_R,
+                weights_TK.contiguous(),
+                padded=plan.padded,
             )
             assert weights_R is not None
             return rows_RD, weights_R
         return copy_rows(x_TD, plan), take_rows(weights_TK.flatten(), plan.choice_of_row_R, plan.padded)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        grad_rows_RD, grad_weights_R = grads
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (row_of_choice_TK,) = ctx.saved_tensors
-        if _has_kernels(grad_rows_RD):
-            from lightning_moe.dispatch.permute_kernel import sum_rows_kernel
-
-            return *sum_rows_kernel(
-                grad_rows_RD.contiguous(), row_of_choice_TK, None, grad_weights_R.contiguous()
-            ), None
-        grad_x = sum_rows(grad_rows_RD.contiguous(), row_of_choice_TK, ctx.padded)
-        grad_weights = take_rows(grad_weights_R, row_of_choice_TK.flatten(), ctx.padded).view_as(row_of_choice_TK)
-        return grad_x, grad_weights, None
+        return *gather_rows(grads[0], grads[1], row_of_choice_TK, ctx.padded), None
 
 
 class _Sum(torch.autograd.Function):
@@ -225,15 +239,15 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, plan: RowPlan) -> Tensor:
-        ctx.save_for_backward(plan.choice_of_row_R)
-        ctx.top_k = plan.row_of_choice_TK.shape[1]
+        ctx.save_for_backward(plan.row_of_choice_TK, plan.choice_of_row_R)
         ctx.padded = plan.padded
         return sum_rows(y_RD, plan.row_of_choice_TK, plan.padded)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (choice_of_row_R,) = ctx.saved_tensors
-        return _copy_rows(grads[0], choice_of_row_R, ctx.top_k, ctx.padded), None
+        row_of_choice_TK, choice_of_row_R = ctx.saved_tensors
+        return _copy_rows(grads[0], row_of_choice_TK, choice_of_row_R, ctx.padded), None
 
 
 class _Unpermute(torch.autograd.Function):
@@ -246,6 +260,8 @@ class _Unpermute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("unpermute has no second derivative (create_graph=True).")
         y_RD, weights_R, choice_of_row_R = ctx.saved_tensors
         if _has_kernels(y_RD):
             from lightning_moe.dispatch.permute_kernel import spread_kernel

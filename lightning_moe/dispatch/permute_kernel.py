@@ -14,58 +14,93 @@ _BLOCK = 1024
 @triton.jit
 def _copy_rows_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     source_ptr,
-    choice_ptr,
+    index_ptr,
     weights_ptr,
     out_ptr,
     out_weights_ptr,
-    choices,
+    rows,
     hidden,
     TOP_K: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # By token and not by row: what goes to K rows is read once.
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < hidden
+    values = tl.load(source_ptr + token * hidden + columns, mask=inside, other=0.0)
+    for k in tl.static_range(TOP_K):
+        row = tl.load(index_ptr + token * TOP_K + k)
+        present = row < rows  # a choice that goes nowhere has no row
+        tl.store(out_ptr + row * hidden + columns, values, mask=inside & present)
+        if WEIGHTED:  # noqa: SIM102 - what is compiled, and what is computed
+            if tl.program_id(1) == 0:
+                weight = tl.load(weights_ptr + token * TOP_K + k)
+                tl.store(out_weights_ptr + row, weight, mask=present)
+
+
+@triton.jit
+def _clear_padding_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
+    choice_ptr,
+    out_ptr,
+    out_weights_ptr,
+    choices,
+    hidden,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
-    choice = tl.load(choice_ptr + row)
-    present = choice < choices  # a row of padding belongs to no token
-    token = choice // TOP_K
-    for start in range(0, hidden, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        inside = columns < hidden
-        values = tl.load(source_ptr + token * hidden + columns, mask=inside & present, other=0.0)
-        tl.store(out_ptr + row * hidden + columns, values, mask=inside)
-    if WEIGHTED:
-        tl.store(out_weights_ptr + row, tl.load(weights_ptr + choice, mask=present, other=0.0))
+    if tl.load(choice_ptr + row) >= choices:  # a row of padding belongs to no token
+        for start in range(0, hidden, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            zeros = tl.zeros((BLOCK,), dtype=out_ptr.dtype.element_ty)
+            tl.store(out_ptr + row * hidden + columns, zeros, mask=columns < hidden)
+        if WEIGHTED:
+            tl.store(out_weights_ptr + row, 0.0)
 
 
 def copy_rows_kernel(
-    source_TD: Tensor, choice_of_row_R: Tensor, top_k: int, weights_TK: Tensor | None = None
+    source_TD: Tensor,
+    row_of_choice_TK: Tensor,
+    choice_of_row_R: Tensor,
+    weights_TK: Tensor | None = None,
+    *,
+    padded: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Copies tokens, and where there are some their weights, to rows; a row of padding is zero.
 
     Args:
         source_TD: Tokens, contiguous.
+        row_of_choice_TK: Row of each choice, int64, contiguous; R or more for a choice that goes nowhere.
         choice_of_row_R: Choice ``t * K + k`` of each row, int64; T * K for a row of padding.
-        top_k: Choices ``K`` of a token.
         weights_TK: Weight of each choice, contiguous, or ``None``.
+        padded: Whether rows of padding can exist.
 
     Returns:
         ``(R, D)`` in the tokens' dtype, and ``(R,)`` in the weights'.
     """
     rows, (tokens, hidden) = choice_of_row_R.shape[0], source_TD.shape
+    top_k = row_of_choice_TK.shape[1]
     out_RD = source_TD.new_empty(rows, hidden)
     out_weights = None if weights_TK is None else weights_TK.new_empty(rows)
-    if rows:
-        _copy_rows_kernel[(rows,)](
+    weights_of_rows = out_RD if out_weights is None else out_weights
+    weighted = weights_TK is not None
+    if tokens and rows:
+        _copy_rows_kernel[(tokens, triton.cdiv(hidden, _BLOCK))](
             source_TD,
-            choice_of_row_R,
+            row_of_choice_TK,
             source_TD if weights_TK is None else weights_TK,
             out_RD,
-            out_RD if out_weights is None else out_weights,
-            tokens * top_k,
+            weights_of_rows,
+            rows,
             hidden,
             TOP_K=top_k,
-            WEIGHTED=weights_TK is not None,
+            WEIGHTED=weighted,
             BLOCK=_BLOCK,
+        )
+    if rows and padded:
+        _clear_padding_kernel[(rows,)](
+            choice_of_row_R, out_RD, weights_of_rows, tokens * top_k, hidden, WEIGHTED=weighted, BLOCK=_BLOCK
         )
     return out_RD, out_weights
 

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_moe.losses.scaling import graph_is_kept, scaled
+
 IGNORE_INDEX = -100
 
 # Logits of one chunk, in elements: 256 MiB of float32. On CUDA fewer and larger chunks cost less, because each adds to
@@ -41,8 +43,8 @@ def linear_cross_entropy(
     """Cross-entropy of ``hidden @ weight.T`` against labels, summed over valid tokens.
 
     The gradients of hidden states and weight are computed in the forward pass, chunk by chunk, while the logits of the
-    chunk exist; backward only scales them. Logits are of the inputs' dtype, softmax and sum of at least float32. The
-    weight's gradient is summed over chunks in at least float32.
+    chunk exist; backward only scales them, in place unless the graph is retained. Logits are of the inputs' dtype,
+    softmax and sum of at least float32. The weight's gradient is summed over chunks in at least float32.
 
     Args:
         hidden_TD: Hidden states.
@@ -137,7 +139,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_weight_VD is not None:
                 _add_outer(grad_weight_VD, grad_logits, hidden)
             del logits, grad_logits  # before the next chunk takes as much
-        # Not saved tensors: backward scales them in place, and so it can run only once.
+        # Not saved tensors: the last backward scales them in place and gives them away.
         ctx.grads = (grad_hidden_TD, grad_weight_VD)
         if predictions_T is not None:
             ctx.mark_non_differentiable(predictions_T)
@@ -145,13 +147,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        # The gradients of forward are constants to autograd: a second derivative would lack the loss's curvature.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("linear_cross_entropy has no second derivative (create_graph=True).")
         if ctx.grads is None:
             raise RuntimeError("linear_cross_entropy computes its gradients in forward and gives them away once.")
+        kept = graph_is_kept()
         grad_hidden_TD, grad_weight_VD = ctx.grads
-        ctx.grads = None
-        # Scaled before rounding: a weight like 0.3 is 0.26% off in bfloat16.
+        if not kept:
+            ctx.grads = None
         if grad_hidden_TD is not None:
-            grad_hidden_TD.copy_(grad_hidden_TD.to(grads[0].dtype) * grads[0])
+            grad_hidden_TD = scaled(grad_hidden_TD, grads[0], grad_hidden_TD.dtype, in_place=not kept)
         if grad_weight_VD is not None:
-            grad_weight_VD = grad_weight_VD.mul_(grads[0]).to(ctx.weight_dtype)
+            grad_weight_VD = scaled(grad_weight_VD, grads[0], ctx.weight_dtype, in_place=not kept)
         return grad_hidden_TD, grad_weight_VD, None, None, None

@@ -61,15 +61,29 @@ class ExpertLoad(ExactMetric):
 
     def compute(self) -> dict[str, Tensor]:
         """Returns the values listed at the class, in float32."""
-        load = self.counts.float()
-        total = load.sum(dim=1)
-        max_violation = load.amax(dim=1) * load.shape[1] / total - 1.0
-        entropy = torch.special.entr(load / total[:, None]).sum(dim=1) / math.log(load.shape[1])
-        values = {
-            "max_violation": max_violation.mean(),
-            "max_violation_worst_layer": max_violation.amax(),
-            "entropy": entropy.mean(),
-        }
-        if self.per_layer:
-            values |= {"layer_max_violation": max_violation, "layer_entropy": entropy}
-        return values
+        return expert_load_values(self.counts, self.per_layer)
+
+
+def expert_load_values(counts: Tensor, per_layer: bool = False) -> dict[str, Tensor]:
+    """Computes what :class:`ExpertLoad` does of loads that are complete, all layers at once.
+
+    Args:
+        counts: Tokens routed to each expert, int64 of shape (layers, experts).
+        per_layer: Whether to return the values of each layer too.
+
+    Returns:
+        The values listed at the class, in float32.
+
+    """
+    load = counts.float()
+    total = load.sum(dim=1)
+    max_violation = load.amax(dim=1) * load.shape[1] / total - 1.0
+    entropy = torch.special.entr(load / total[:, None]).sum(dim=1) / math.log(load.shape[1])
+    values = {
+        "max_violation": max_violation.mean(),
+        "max_violation_worst_layer": max_violation.amax(),
+        "entropy": entropy.mean(),
+    }
+    if per_layer:
+        values |= {"layer_max_violation": max_violation, "layer_entropy": entropy}
+    return values

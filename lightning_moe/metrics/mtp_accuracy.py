@@ -52,10 +52,25 @@ class MTPAccuracy(ExactMetric):
 
     def compute(self) -> dict[str, Tensor]:
         """Returns the values listed at the class, in float32."""
-        values = {"accuracy": self.correct / self.total}
-        if self.has_acceptance:
-            values["acceptance"] = self.accepted / self.total
-        return values
+        return mtp_accuracy_values(self.correct, self.total, self.accepted if self.has_acceptance else None)
+
+
+def mtp_accuracy_values(correct: Tensor, total: Tensor, accepted: Tensor | None = None) -> dict[str, Tensor]:
+    """Computes what :class:`MTPAccuracy` does of counts that are complete.
+
+    Args:
+        correct: See :meth:`MTPAccuracy.update`, as for the others.
+        total: Positions that have a target.
+        accepted: Positions where block and main model agree.
+
+    Returns:
+        The values listed at the class, in float32.
+
+    """
+    values = {"accuracy": correct / total}
+    if accepted is not None:
+        values["acceptance"] = accepted / total
+    return values
 
 
 def count_mtp_hits(main: Tensor, mtp: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:

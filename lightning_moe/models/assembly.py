@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 # Recomputation, compilation, compute dtype and precision plugin
 Assembly = tuple[Any, ...]
 _NAMES = ("activation_checkpointing", "compile", "compute_dtype", "precision plugin")
@@ -13,6 +15,18 @@ def assembly_of(strategy: Any) -> Assembly:
     """Returns what a strategy, with its precision plugin, makes of a model."""
     plugin = getattr(strategy.precision_plugin, "assembly", None)
     return (*getattr(strategy, "assembly", PLAIN[:-1]), plugin)
+
+
+def compute_dtype_of(strategy: Any) -> torch.dtype:
+    """Returns the dtype that a model multiplies in under a strategy, with its precision plugin."""
+    plugin = strategy.precision_plugin
+    explicit = getattr(strategy, "assembly", PLAIN[:-1])[2] or getattr(plugin, "compute_dtype", None)
+    if explicit is not None:
+        return explicit
+    device_type = strategy.root_device.type
+    with plugin.forward_context():
+        lowered = torch.is_autocast_enabled(device_type)
+        return torch.get_autocast_dtype(device_type) if lowered else torch.get_default_dtype()
 
 
 def spoken(assembly: Assembly) -> str:

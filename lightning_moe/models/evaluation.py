@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_moe.metrics import ExpertLoad, MTPAccuracy, TokenMean
+from lightning_moe.metrics.expert_load import expert_load_values
+from lightning_moe.metrics.mtp_accuracy import mtp_accuracy_values
 from lightning_moe.models.base import MoEModelOutput
 
 
@@ -51,9 +53,11 @@ class Evaluation(nn.Module):
             values[f"{stage}/mtp_loss_{depth}"] = cast(TokenMean, mean).compute()
             cast(TokenMean, mean).reset()
         if self.mtp_accuracy is not None:
-            values.update(_mtp_values(stage, self.mtp_accuracy))
+            values.update(_mtp_values(stage, self.mtp_accuracy.compute()))
+            self.mtp_accuracy.reset()
         if self.expert_load is not None:
-            values.update(_load_values(stage, self.expert_load))
+            values.update(_load_values(stage, self.expert_load.compute()))
+            self.expert_load.reset()
         return values
 
 
@@ -75,25 +79,17 @@ def step_values(sums: dict[str, Tensor], expert_counts: list[Tensor]) -> dict[st
     if "mtp_losses" in sums:
         for depth, loss in enumerate((sums["mtp_losses"] / sums["mtp_num_tokens"]).unbind(), start=1):
             values[f"train/mtp_loss_{depth}"] = loss
-    # Metrics are made anew: a step without multi-token prediction has fewer layers and depths.
+    # No metric objects: their states come from the host, which would have to wait for the device.
     if "mtp_correct" in sums:
-        accuracy = MTPAccuracy(sums["mtp_correct"].numel()).to(num_tokens.device)
-        accuracy.sync_on_compute = False  # summed over ranks already
-        accuracy.update(sums["mtp_correct"], sums["mtp_num_tokens"], sums["mtp_accepted"])
-        values.update(_mtp_values("train", accuracy))
+        computed = mtp_accuracy_values(sums["mtp_correct"], sums["mtp_num_tokens"], sums["mtp_accepted"])
+        values.update(_mtp_values("train", computed))
     if expert_counts:
-        counts = torch.stack(expert_counts)
-        load = ExpertLoad(*counts.shape).to(counts.device)
-        load.sync_on_compute = False
-        load.update(counts)
-        values.update(_load_values("train", load))
+        values.update(_load_values("train", expert_load_values(torch.stack(expert_counts))))
     return values
 
 
-def _mtp_values(stage: str, metric: MTPAccuracy) -> dict[str, Tensor]:
-    """Returns the metric's values by logged name, and resets it."""
-    computed = metric.compute()
-    metric.reset()
+def _mtp_values(stage: str, computed: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the accuracies of each depth by logged name."""
     return {
         f"{stage}/mtp_{name}_{depth}": value
         for name, values in computed.items()
@@ -101,8 +97,6 @@ def _mtp_values(stage: str, metric: MTPAccuracy) -> dict[str, Tensor]:
     }
 
 
-def _load_values(stage: str, metric: ExpertLoad) -> dict[str, Tensor]:
-    """Returns the metric's values by logged name, and resets it."""
-    computed = metric.compute()
-    metric.reset()
+def _load_values(stage: str, computed: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the loads by logged name."""
     return {f"{stage}/expert_load_{name}": value for name, value in computed.items()}

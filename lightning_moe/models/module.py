@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 
 from lightning_moe.models.assembly import PLAIN, Assembly, assembly_of, distributes, spoken
 from lightning_moe.models.base import MoEModel, MoEModelOutput
-from lightning_moe.models.evaluation import Evaluation, step_values
+from lightning_moe.models.evaluation import Evaluation
+from lightning_moe.models.host_copy import HostCopy, on_host
 from lightning_moe.models.step_clock import StepClock
+from lightning_moe.models.step_report import StepReport
 from lightning_moe.models.step_sums import StepSums
 from lightning_moe.moe.balance import Balancing, update_selection_bias
 from lightning_moe.optim.adamw import AdamW
@@ -93,6 +95,8 @@ class MoELightningModule(LightningModule):
         # Sums a tensor over the processes that read different data; a strategy with several processes sets it.
         self.sum_over_data_ranks: Callable[[Tensor], Tensor] = _on_one_device
         self._step_sums = StepSums()
+        self._report: StepReport | None = None  # of the current step, if it is one that reports
+        self._has_reported = False
         self._resolved_schedule: ResolvedTokenSchedule | None = None
         self._configured_groups: list[dict[str, Any]] = []
         self._skipped_steps: Tensor | None = None
@@ -244,7 +248,7 @@ class MoELightningModule(LightningModule):
         output = self.built_model(
             **_model_inputs(batch),
             balance=self.balancing.sequence_loss_weight > 0,
-            **self._depth_options(mtp_weight > 0, self._logs_this_step),
+            **self._depth_options(mtp_weight > 0, self._reports_this_step),
         )
         total = output.loss
         if output.mtp_losses:
@@ -267,6 +271,11 @@ class MoELightningModule(LightningModule):
     ) -> None:
         """Finishes the gradients of a whole optimizer step: scale, norm, decide, clip, and move the biases."""
         step = self._step_sums
+        if "grad_norm" in step.sums:
+            raise ValueError(
+                f"{type(optimizer).__name__} computes gradients several times in one step, which the sums over tokens "
+                "of a step cannot serve; take an optimizer that does so once, such as lightning_moe.AdamW."
+            )
         if gradient_clip_val is not None and gradient_clip_val <= 0:
             gradient_clip_val = None  # as in Lightning
         clip_norm = None if gradient_clip_algorithm == "value" else gradient_clip_val
@@ -298,6 +307,10 @@ class MoELightningModule(LightningModule):
         skipped = (~finite).to(torch.int64)
         self._skipped_steps = skipped if self._skipped_steps is None else self._skipped_steps + skipped
         step.sums["grad_norm"] = norm
+        self.clock.mark()
+        if self._reports_this_step:
+            self._report = StepReport(step, self._skipped_steps, self.sum_over_data_ranks, self._data_ranks)
+            self._has_reported = True
 
     @property
     def leaves_gradients_to_optimizer(self) -> bool:
@@ -341,14 +354,21 @@ class MoELightningModule(LightningModule):
     ) -> None:
         """Steps, releases the gradients at once, and counts the tokens of the step as seen."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        if "num_tokens" in self._step_sums.sums and "grad_norm" not in self._step_sums.sums:
+            raise ValueError(
+                f"{type(self).__name__}.configure_gradient_clipping does not call "
+                "super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm),\n"
+                "which makes means of the sums over tokens, clips, and logs."
+            )
         optimizer.zero_grad(set_to_none=True)
         self.tokens_seen += self._window_positions()
 
     # Logging and validation
 
     @property
-    def _logs_this_step(self) -> bool:
-        return (self.global_step + 1) % self._log_interval == 0
+    def _reports_this_step(self) -> bool:
+        # The first step does so without being logged: what reporting takes is compiled and loaded with all else.
+        return not self._has_reported or (self.global_step + 1) % self._log_interval == 0
 
     @property
     def _log_interval(self) -> int:
@@ -364,46 +384,35 @@ class MoELightningModule(LightningModule):
         step = self._step_sums
         if "grad_norm" not in step.sums:
             return
-        self._step_sums = StepSums()
-        if self.global_step % self._log_interval == 0:
-            self._log_step(step)
+        report, self._step_sums, self._report = self._report, StepSums(), None
+        if report is not None and self.global_step % self._log_interval == 0:
+            self._log_step(report)
 
-    def _log_step(self, step: StepSums) -> None:
-        sums = {
-            name: value if name == "grad_norm" else self.sum_over_data_ranks(value) for name, value in step.sums.items()
-        }
-        positions = self.sum_over_data_ranks(torch.tensor(step.positions, device=sums["num_tokens"].device))
-        if int(positions) != step.positions * self._data_ranks:
-            raise ValueError(
-                f"The processes read different numbers of tokens in one optimizer step ({step.positions} here, "
-                f"{int(positions)} in all {self._data_ranks}), so that schedules in tokens would part.\n"
-                "Give all processes batches of one shape; mask what is not there with labels of -100 and valid=False."
-            )
+    def _log_step(self, report: StepReport) -> None:
         values: dict[str, Any] = {
-            **step_values(sums, step.expert_counts),
-            "train/skipped_steps": float(self._skipped_steps) if self._skipped_steps is not None else 0.0,
+            **report.read(),
             "train/lr": self.trainer.optimizers[0].param_groups[0]["lr"],
-            "train/tokens_seen": float(self.tokens_seen),
+            "train/tokens_seen": self.tokens_seen,
         }
         tokens_per_second = self.clock.tokens_per_second(self.tokens_seen)
         if tokens_per_second is not None:
             values["train/tokens_per_second"] = tokens_per_second
         shown = {"train/loss", "train/tokens_per_second"}
         for name, value in values.items():
-            self.log(name, value, on_step=True, on_epoch=False, prog_bar=name in shown, batch_size=1)
-        self._stop_if_skipped()
+            self.log(name, on_host(value), on_step=True, on_epoch=False, prog_bar=name in shown, batch_size=1)
+        self._stop_if_skipped(values["train/skipped_steps"])
 
-    def _stop_if_skipped(self) -> None:
-        if self.nonfinite_gradients == "stop" and self._skipped_steps is not None and int(self._skipped_steps):
+    def _stop_if_skipped(self, skipped: Tensor | None) -> None:
+        if self.nonfinite_gradients == "stop" and skipped is not None and int(skipped):
             raise FloatingPointError(
-                f"The gradients of {int(self._skipped_steps)} of the steps up to {self.global_step} were not finite, "
+                f"The gradients of {int(skipped)} of the steps up to {self.global_step} were not finite, "
                 "and nonfinite_gradients is stop.\nThese steps changed nothing; go on from the last checkpoint with a "
                 "lower learning rate, or with nonfinite_gradients: skip."
             )
 
     def on_train_end(self) -> None:
         """Ends with an error where steps since the last logged one had to be skipped and that is not allowed."""
-        self._stop_if_skipped()
+        self._stop_if_skipped(self._skipped_steps)
 
     def on_train_start(self) -> None:
         """Lets the configured optimizer options win over those of a loaded checkpoint."""
@@ -412,6 +421,7 @@ class MoELightningModule(LightningModule):
                 group.update(configured)
         self.clock = StepClock(self.device, self.tokens_seen)
         self._step_sums = StepSums()  # a run that stopped within an accumulation window leaves sums behind
+        self._report, self._has_reported, self._skipped_steps = None, False, None
 
     def on_validation_start(self) -> None:
         """Starts the time that throughput leaves out."""
@@ -439,7 +449,7 @@ class MoELightningModule(LightningModule):
 
     def _log_evaluation(self, stage: str) -> None:
         values = self.evaluation.compute(stage) if self.evaluation is not None else {}
-        for name, value in values.items():
+        for name, value in HostCopy(values).read().items() if values else ():
             self.log(name, value, prog_bar=name.endswith("/loss"), batch_size=1)
 
     # Checkpoints

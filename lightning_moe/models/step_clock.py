@@ -1,6 +1,7 @@
 """The clock behind the logged tokens per second."""
 
 import time
+from typing import Any
 
 import torch
 
@@ -9,7 +10,8 @@ class StepClock:
     """Tokens per second between two readings, without validation, checkpoints and what else is left out.
 
     The host runs ahead of the device, so its time is that of the training only where it has waited for the device. It
-    does so here at readings, where logged values are read anyway, and where something begins or ends that is left out.
+    does so here at readings, for the mark of the step alone, so that the device still has work meanwhile; and, for all
+    that is queued, where something begins or ends that is left out.
 
     Args:
         device: Device that trains.
@@ -22,6 +24,16 @@ class StepClock:
         self._speed: float | None = None
         self._seconds = 0.0
         self._since: float | None = time.perf_counter()
+        self._mark: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_mark": None}  # a module is copied with its clock, and an event cannot be
+
+    def mark(self) -> None:
+        """Marks, at the same point of every step, how far the device has to be for a reading of this step."""
+        if self._device.type == "cuda":
+            self._mark = torch.cuda.Event() if self._mark is None else self._mark
+            self._mark.record(torch.cuda.current_stream(self._device))
 
     def pause(self) -> None:
         """Stops counting time until :meth:`resume`."""
@@ -40,7 +52,7 @@ class StepClock:
         Args:
             tokens_seen: Tokens seen until now.
         """
-        self._tokens_read, self._speed, self._seconds, self._since = tokens_seen, None, 0.0, self._now()
+        self._tokens_read, self._speed, self._seconds, self._since = tokens_seen, None, 0.0, self._now_at_mark()
 
     def tokens_per_second(self, tokens_seen: int) -> float | None:
         """Returns the speed since the last reading, or ``None`` when there was nothing since the last start.
@@ -53,7 +65,7 @@ class StepClock:
         if tokens_seen == self._tokens_read:
             return self._speed
         if self._since is not None:
-            now = self._now()
+            now = self._now_at_mark()
             self._seconds, self._since = self._seconds + now - self._since, now
         self._speed = (tokens_seen - self._tokens_read) / self._seconds if self._seconds > 0 else None
         self._tokens_read, self._seconds = tokens_seen, 0.0
@@ -62,4 +74,10 @@ class StepClock:
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def _now_at_mark(self) -> float:
+        if self._mark is None:
+            return self._now()
+        self._mark.synchronize()
         return time.perf_counter()

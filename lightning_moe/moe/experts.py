@@ -6,8 +6,8 @@ Shapes: ``R`` routed rows on this rank (expert-major), ``D`` hidden size, ``F`` 
 import torch
 from torch import Tensor, nn
 
-from lightning_moe.moe.feed_forward import swiglu
 from lightning_moe.moe.grouped_mm import grouped_mm
+from lightning_moe.moe.swiglu import swiglu
 from lightning_moe.moe.swiglu_mm import swiglu_grouped_mm
 
 

@@ -1,7 +1,8 @@
 """The dense SwiGLU feed-forward, and the linear layer that all projections are made of."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lightning_moe.moe.swiglu import swiglu
 
 
 class Linear(nn.Linear):
@@ -27,14 +28,6 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         """Draws the weight anew."""
         nn.init.normal_(self.weight, std=self.initializer_range)
-
-
-def swiglu(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
-    """``silu(gate) * up`` of the two halves of the last dimension, times a weight for each row where there are some."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    if weights is None:
-        return F.silu(gate) * up
-    return (F.silu(gate) * up * weights[..., None]).to(gate_up.dtype)
 
 
 class GatedMLP(nn.Module):

@@ -64,15 +64,18 @@ def _swiglu_backward_kernel(  # type: ignore[no-untyped-def]  # Triton reads ann
     grad_gate_up_ptr,
     grad_weights_ptr,
     width,
+    span,
     WEIGHTED: tl.constexpr,
+    WITH_OUTPUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * span
     weight = 1.0
     if WEIGHTED:
         weight = tl.load(weights_ptr + row).to(tl.float32)
     dot = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, width, BLOCK):
+    for start in range(first, first + span, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width
         grad = tl.load(grad_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
@@ -86,8 +89,9 @@ def _swiglu_backward_kernel(  # type: ignore[no-untyped-def]  # Triton reads ann
             out *= weight
             grad *= weight
         grad_gate = grad * up * (sigmoid + silu * (1.0 - sigmoid))
-        element = out_ptr.dtype.element_ty
-        tl.store(out_ptr + row * width + columns, out.to(element), mask=inside)
+        element = grad_gate_up_ptr.dtype.element_ty
+        if WITH_OUTPUT:
+            tl.store(out_ptr + row * width + columns, out.to(element), mask=inside)
         tl.store(grad_gate_up_ptr + row * 2 * width + columns, grad_gate.to(element), mask=inside)
         tl.store(grad_gate_up_ptr + row * 2 * width + width + columns, (grad * silu).to(element), mask=inside)
     if WEIGHTED:
@@ -95,31 +99,37 @@ def _swiglu_backward_kernel(  # type: ignore[no-untyped-def]  # Triton reads ann
 
 
 def swiglu_backward_kernel(
-    grad_RF: Tensor, gate_up_R2F: Tensor, weights_R: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Backward of :func:`swiglu_kernel`, which it computes once more on the way.
+    grad_RF: Tensor, gate_up_R2F: Tensor, weights_R: Tensor | None, *, with_output: bool = True
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Backward of :func:`swiglu_kernel`, which it can compute once more on the way.
 
     Args:
         grad_RF: Gradient of the result, contiguous.
         gate_up_R2F: Rows, contiguous.
         weights_R: Weight of each row, or ``None`` for 1.
+        with_output: Whether to store the result too.
 
     Returns:
-        The result itself, the gradient of the rows, and that of the weights.
+        The result itself or ``None``, the gradient of the rows, and that of the weights.
     """
     rows, width = grad_RF.shape
-    out_RF, grad_gate_up_R2F = torch.empty_like(grad_RF), torch.empty_like(gate_up_R2F)
+    out_RF = torch.empty_like(grad_RF) if with_output else None
+    grad_gate_up_R2F = torch.empty_like(gate_up_R2F)
     grad_weights_R = None if weights_R is None else torch.empty_like(weights_R)
     if rows:
-        _swiglu_backward_kernel[(rows,)](
+        # The gradient of a weight is a sum over its whole row.
+        span = width if weights_R is not None else _BLOCK
+        _swiglu_backward_kernel[(rows, triton.cdiv(width, span))](
             grad_RF,
             gate_up_R2F,
             gate_up_R2F if weights_R is None else weights_R,
-            out_RF,
+            grad_gate_up_R2F if out_RF is None else out_RF,
             grad_gate_up_R2F,
             gate_up_R2F if grad_weights_R is None else grad_weights_R,
             width,
+            span,
             WEIGHTED=weights_R is not None,
+            WITH_OUTPUT=with_output,
             BLOCK=_BLOCK,
         )
     return out_RF, grad_gate_up_R2F, grad_weights_R

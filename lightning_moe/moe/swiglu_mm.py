@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_moe.moe.feed_forward import swiglu
 from lightning_moe.moe.grouped_mm import grouped_mm
+from lightning_moe.moe.swiglu import swiglu_forward, swiglu_gradients
 
 
 def swiglu_grouped_mm(gate_up_R2F: Tensor, weights_R: Tensor | None, b_eFD: Tensor, offsets_e: Tensor) -> Tensor:
@@ -32,22 +32,9 @@ def swiglu_grouped_mm(gate_up_R2F: Tensor, weights_R: Tensor | None, b_eFD: Tens
     return torch.ops.lightning_moe.swiglu_grouped_mm(gate_up_R2F, weights_R, b_eFD, offsets_e)
 
 
-def _contiguous(weights_R: Tensor | None) -> Tensor | None:
-    return None if weights_R is None else weights_R.contiguous()
-
-
-def _has_kernels(rows: Tensor) -> bool:
-    return rows.device.type == "cuda" and rows.dtype in (torch.bfloat16, torch.float32)
-
-
 @torch.library.custom_op("lightning_moe::swiglu_grouped_mm", mutates_args=())
 def _swiglu_grouped_mm(gate_up_R2F: Tensor, weights_R: Tensor | None, b_eFD: Tensor, offsets_e: Tensor) -> Tensor:
-    if _has_kernels(gate_up_R2F):
-        from lightning_moe.moe.swiglu_kernel import swiglu_kernel
-
-        hidden_RF = swiglu_kernel(gate_up_R2F.contiguous(), _contiguous(weights_R))
-    else:
-        hidden_RF = swiglu(gate_up_R2F, weights_R)
+    hidden_RF = swiglu_forward(gate_up_R2F, weights_R)
     return torch.ops.lightning_moe.grouped_mm(hidden_RF, b_eFD, offsets_e)
 
 
@@ -59,26 +46,9 @@ def _(gate_up_R2F: Tensor, weights_R: Tensor | None, b_eFD: Tensor, offsets_e: T
 @torch.library.custom_op("lightning_moe::swiglu_backward", mutates_args=())
 def _swiglu_backward(grad_RF: Tensor, gate_up_R2F: Tensor, weights_R: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """The result of SwiGLU, the gradient of its input, and that of the weights (empty without weights)."""
-    if _has_kernels(gate_up_R2F):
-        from lightning_moe.moe.swiglu_kernel import swiglu_backward_kernel
-
-        out_RF, grad_gate_up, grad_weights = swiglu_backward_kernel(
-            grad_RF.contiguous(), gate_up_R2F.contiguous(), _contiguous(weights_R)
-        )
-        return out_RF, grad_gate_up, gate_up_R2F.new_empty(0) if grad_weights is None else grad_weights
-    dtype = gate_up_R2F.dtype
-    accurate = torch.promote_types(dtype, torch.float32)
-    gate_RF, up_RF = gate_up_R2F.to(accurate).chunk(2, dim=-1)
-    grad_RF = grad_RF.to(accurate)
-    sigmoid_RF = gate_RF.sigmoid()
-    silu_RF = gate_RF * sigmoid_RF
-    out_RF = silu_RF * up_RF
-    grad_weights_R = gate_up_R2F.new_empty(0)
-    if weights_R is not None:
-        grad_weights_R = (grad_RF * out_RF).sum(dim=-1).to(weights_R.dtype)
-        out_RF, grad_RF = out_RF * weights_R[:, None], grad_RF * weights_R[:, None]
-    grad_gate_RF = grad_RF * up_RF * (sigmoid_RF + silu_RF * (1 - sigmoid_RF))
-    return out_RF.to(dtype), torch.cat((grad_gate_RF, grad_RF * silu_RF), dim=-1).to(dtype), grad_weights_R
+    out_RF, grad_gate_up, grad_weights = swiglu_gradients(grad_RF, gate_up_R2F, weights_R, with_output=True)
+    assert out_RF is not None
+    return out_RF, grad_gate_up, gate_up_R2F.new_empty(0) if grad_weights is None else grad_weights
 
 
 @_swiglu_backward.register_fake

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 
 _FUSED_DEVICES = {"cuda", "cpu"}
+_KERNEL_DTYPES = {torch.float32, torch.bfloat16}
 
 
 class AdamW(torch.optim.AdamW):
@@ -23,7 +24,8 @@ class AdamW(torch.optim.AdamW):
     (a scalar tensor): while that is 1, ``step`` changes no parameter, moment or step count, without a host sync.
 
     On CUDA the fused kernel is one of our own, in one pass over memory. It takes ``optimizer.gradient_factor`` (a
-    scalar tensor, for one step) as a factor on all gradients, and gradients of another dtype than the parameters'.
+    scalar tensor, for one step) as a factor on all gradients, and gradients of another dtype than the parameters';
+    :attr:`takes_gradient_factor` says whether it may be set.
 
     Args:
         params: Parameters, ``(name, parameter)`` pairs, or groups (dicts) of either.
@@ -72,10 +74,13 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             if not group["fused"] or group["amsgrad"] or group["maximize"] or group["differentiable"]:
                 return False
-            for param in group["params"]:
-                known = param.device.type == "cuda" and param.dtype in (torch.float32, torch.bfloat16)
-                if not (known and _is_dense(_local(param))):
-                    return False
+            # Not kept from step to step, as a parameter's data may be replaced; so only what is cheap to ask.
+            with torch.no_grad():
+                held = [_local(param) for param in group["params"]]
+            if not all(param.is_cuda for param in held) or not {param.dtype for param in held} <= _KERNEL_DTYPES:
+                return False
+            if not all(param.is_contiguous() or _is_dense(param) for param in held):
+                return False
         return True
 
     @torch.no_grad()
@@ -92,7 +97,8 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with_kernel = self.takes_gradient_factor
+        # Who sets a factor has asked: parameters are gone through once a step, and no factor is left out.
+        with_kernel = self.gradient_factor is not None or self.takes_gradient_factor
         for group in self.param_groups:
             lists: tuple[list[Tensor], ...] = ([], [], [], [], [], [])
             self._init_group(group, *lists)

@@ -13,7 +13,7 @@ _PACKAGES_OF_MODULES = {
     "cuda.bindings": "cuda-python",
 }
 COMPANIONS = frozenset({*_PACKAGES_OF_MODULES, "deep_gemm"})
-_ALWAYS_QUANTISED_WGRAD = {("fp8_rowwise", "grouped"), ("fp8_blockwise", "grouped"), ("fp8_blockwise", "linear")}
+_ALWAYS_QUANTISED_WGRAD = {("fp8_blockwise", "grouped"), ("fp8_blockwise", "linear")}
 
 
 @dataclass(frozen=True)

@@ -80,19 +80,26 @@ def candidates(model: nn.Module, include: list[str] | None, exclude: list[str] |
         yield Candidate(name, places.get(module, name), module, kind, weights, excluded)
 
 
-def replace_multiplication(candidate: Candidate, multiply: Callable[..., Tensor], recipe: Recipe) -> None:
+def replace_multiplication(
+    candidate: Candidate,
+    multiply: Callable[..., Tensor],
+    recipe: Recipe,
+    compute: Callable[..., Tensor] | None = None,
+) -> None:
     """Makes a module multiply by another function, in place.
 
     Args:
         candidate: The module.
         multiply: For a linear ``(x, weight) -> product`` without the bias, for experts ``(a, b, offsets) -> products``.
         recipe: What the function multiplies in.
+        compute: For experts a function that takes the place of all of their ``compute``, unless something has been put
+            in the place of ``grouped_mm`` of the module itself, to look at what is multiplied.
 
     Raises:
         ValueError: The module multiplies by another function already.
     """
     present = multiplication_of(candidate.module)
-    if present is multiply:
+    if present is multiply and getattr(type(candidate.module), "_compute_as_one", None) is compute:
         return
     if present is not None:
         raise ValueError(
@@ -100,13 +107,23 @@ def replace_multiplication(candidate: Candidate, multiply: Callable[..., Tensor]
             "weights as ckpt_path."
         )
     original: Any = type(candidate.module)
-    converted: Any = _multiplying_class(original, candidate.kind, multiply, recipe)
+    converted: Any = _multiplying_class(original, candidate.kind, multiply, recipe, compute)
     candidate.module.__class__ = converted
 
 
 def multiplication_of(module: nn.Module) -> Callable[..., Tensor] | None:
     """The function that a converted module multiplies by, or ``None``."""
     return getattr(type(module), "_multiplication", None)
+
+
+def can_compute_as_one(module: nn.Module) -> bool:
+    """Whether a function can take the place of all that experts compute: they have no ``compute`` of their own."""
+    if not isinstance(module, GroupedExperts):
+        return False
+    # Of a module that has been converted before, what it was before that.
+    converted = (c for c in type(module).__mro__ if "_compute_as_one" in vars(c))
+    original: Any = next((c.__base__ for c in converted), type(module))
+    return "compute" not in vars(module) and original.compute is GroupedExperts.compute
 
 
 def recipe_of(module: nn.Module) -> Recipe | None:
@@ -116,7 +133,11 @@ def recipe_of(module: nn.Module) -> Recipe | None:
 
 @functools.cache
 def _multiplying_class(
-    original: type[nn.Module], kind: Kind, multiply: Callable[..., Tensor], recipe: Recipe
+    original: type[nn.Module],
+    kind: Kind,
+    multiply: Callable[..., Tensor],
+    recipe: Recipe,
+    compute_as_one: Callable[..., Tensor] | None,
 ) -> type[nn.Module]:
     # One class for all modules of a kind, so that torch.compile takes them for the same.
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -126,7 +147,24 @@ def _multiplying_class(
     def grouped_mm(self: Any, a_RK: Tensor, b_eKN: Tensor, offsets_e: Tensor) -> Tensor:
         return multiply(a_RK, b_eKN, offsets_e)
 
+    def compute(
+        self: Any,
+        rows_RD: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        offsets_e: Tensor,
+        weights_R: Tensor | None,
+    ) -> Tensor:
+        arguments = (rows_RD, gate_up_proj, down_proj, offsets_e, weights_R)
+        if compute_as_one is None or "grouped_mm" in self.__dict__:
+            return GroupedExperts.compute(self, *arguments)
+        return compute_as_one(*arguments)
+
     members: dict[str, Any] = {"forward": forward} if kind == "linear" else {"grouped_mm": grouped_mm}
+    if compute_as_one is not None:
+        members["compute"] = compute
+    if kind == "grouped":
+        members["_compute_as_one"] = compute_as_one and staticmethod(compute_as_one)
     members |= {"__module__": original.__module__, "_multiplication": staticmethod(multiply), "_recipe": recipe}
     return type(original.__name__, (original,), members)
 

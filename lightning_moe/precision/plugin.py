@@ -19,8 +19,15 @@ from lightning_moe.models.base import MoEModel
 from lightning_moe.moe.layer import MoELayer
 from lightning_moe.precision.capability import Machine, misaligned, row_alignment, runs_here, why_not
 from lightning_moe.precision.casting import cast_on_use
-from lightning_moe.precision.conversion import Candidate, candidates, recipe_of, replace_multiplication
+from lightning_moe.precision.conversion import (
+    Candidate,
+    can_compute_as_one,
+    candidates,
+    recipe_of,
+    replace_multiplication,
+)
 from lightning_moe.precision.emulation import emulated_grouped_mm, emulated_linear
+from lightning_moe.precision.float8_experts import Experts, float8_experts
 from lightning_moe.precision.machine import probe
 from lightning_moe.precision.measured import fastest
 from lightning_moe.precision.recipes import Recipe, fp8_blockwise, fp8_rowwise, fp8_tensorwise, mxfp8
@@ -203,17 +210,32 @@ class QuantisedPrecision(MoEPrecision):
             what = "linears" if candidate.kind == "linear" else "grouped multiplications"
             report.add_emulated(f"{recipe.name} {what} have its numbers and not its speed, because {obstacle}.")
         multiply: Any
+        compute: Experts | None = None
+        how = recipe.name if torchao is not None else f"{recipe.name}, emulated"
         if candidate.kind == "linear":
             multiply = torchao_linear(recipe) if torchao is not None else emulated_linear(recipe)
+        elif torchao is not None and recipe.name == "fp8_rowwise" and can_compute_as_one(candidate.module):
+            compute, how = float8_experts(recipe), f"{recipe.name}, fused casts"
+            # Of what is looked at in between; torchao always quantises for the gradients of weights.
+            multiply = (emulated_grouped_mm if recipe.wgrad_in_high_precision else torchao_grouped_mm)(recipe)
         else:
             multiply = torchao_grouped_mm(recipe) if torchao is not None else emulated_grouped_mm(recipe)
-        replace_multiplication(candidate, multiply, recipe)
-        report.add(candidate, recipe.name if torchao is not None else f"{recipe.name}, emulated")
+        replace_multiplication(candidate, multiply, recipe, compute)
+        report.add(candidate, how)
         return row_alignment(recipe, candidate.kind, torchao)
 
     def _obstacle(self, recipe: Recipe, candidate: Candidate, machine: Machine) -> str | None:
         """Why a recipe is not run by kernels."""
-        return "emulate is always" if self.emulate == "always" else why_not(recipe, candidate.kind, machine)
+        if self.emulate == "always":
+            return "emulate is always"
+        obstacle = why_not(recipe, candidate.kind, machine)
+        in_high_precision = (recipe.name, candidate.kind) == (
+            "fp8_rowwise",
+            "grouped",
+        ) and recipe.wgrad_in_high_precision
+        if obstacle is None and in_high_precision and not can_compute_as_one(candidate.module):
+            return "gradients of weights in high precision need experts without a compute of their own"
+        return obstacle
 
     @override
     def connect(
@@ -328,8 +350,7 @@ class Float8Precision(QuantisedPrecision):
             bfloat16 on this GPU for a multiplication of no larger size, and bfloat16 otherwise; where it is emulated,
             and so has no speed, ``"rowwise"``.
         grouped_mm: What experts multiply in; ``"auto"`` in the same way.
-        wgrad_in_high_precision: Whether gradients of weights are multiplied in bfloat16; torchao has no kernels for it
-            for experts.
+        wgrad_in_high_precision: Whether gradients of weights are multiplied in bfloat16.
         include: As in :class:`QuantisedPrecision`.
         exclude: As in :class:`QuantisedPrecision`.
         emulate: As in :class:`QuantisedPrecision`.

@@ -7,18 +7,20 @@ from torch import Tensor
 
 _BLOCK = 4096
 _BLOCKS_PER_PROGRAM = 16
+_BYTES_AT_ONCE = 4 * _BLOCK  # that a program has on their way
 
 
 @triton.jit
 def _sum_of_squares_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
-    source_ptr, out_ptr, size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+    source_ptr, out_ptr, size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, AT_ONCE: tl.constexpr
 ):
     program = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for block in range(BLOCKS):
-        offsets = (program * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
-        values = tl.load(source_ptr + offsets, mask=offsets < size, other=0.0).to(tl.float32)
-        total += values * values
+    for first in range(0, BLOCKS, AT_ONCE):
+        for block in tl.static_range(AT_ONCE):
+            offsets = (program * BLOCKS + first + block) * BLOCK + tl.arange(0, BLOCK)
+            values = tl.load(source_ptr + offsets, mask=offsets < size, other=0.0).to(tl.float32)
+            total += values * values
     tl.store(out_ptr + program, tl.sum(total, axis=0))
 
 
@@ -36,5 +38,12 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
     partial = torch.empty(sum(programs), dtype=torch.float32, device=tensors[0].device)
     for tensor, count, out in zip(tensors, programs, partial.split(programs), strict=True):
         if count:
-            _sum_of_squares_kernel[(count,)](tensor, out, tensor.numel(), BLOCK=_BLOCK, BLOCKS=_BLOCKS_PER_PROGRAM)
+            _sum_of_squares_kernel[(count,)](
+                tensor,
+                out,
+                tensor.numel(),
+                BLOCK=_BLOCK,
+                BLOCKS=_BLOCKS_PER_PROGRAM,
+                AT_ONCE=max(_BYTES_AT_ONCE // (_BLOCK * tensor.element_size()), 1),
+            )
     return partial.sum()

@@ -24,7 +24,7 @@ from rich.table import Table
 from lightning_moe.callbacks.peak_flops import peak_of
 from lightning_moe.dispatch.deep_ep.found import find_deep_ep
 from lightning_moe.dispatch.deep_ep.rules import broken_rule
-from lightning_moe.models.deepseek_v3.attention import attention_backend
+from lightning_moe.models.deepseek_v3.attention_backends import attention_backend
 from lightning_moe.models.deepseek_v3.config import DeepSeekV3Config
 from lightning_moe.precision.capability import why_not
 from lightning_moe.precision.machine import probe
@@ -292,8 +292,9 @@ def _deep_ep() -> Iterator[Row]:
 def _attention() -> Iterator[Row]:
     device = device_here()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    kernel = attention_backend(DeepSeekV3Config(), device, dtype)
-    yield Row("attention", f"{kernel} (DeepSeek-V3's heads)", fine="slow" not in kernel)
+    for name, documents in (("attention", False), ("attention of documents", True)):
+        kernel = attention_backend(DeepSeekV3Config(), device, dtype, documents=documents)
+        yield Row(name, f"{kernel} (DeepSeek-V3's heads)", fine="slow" not in kernel)
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

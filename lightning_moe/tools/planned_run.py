@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 from typing_extensions import override
@@ -24,7 +24,7 @@ from lightning_moe.dispatch.deep_ep.found import find_deep_ep
 from lightning_moe.dispatch.deep_ep.rules import estimate_buffer_bytes
 from lightning_moe.models.base import MoEModel
 from lightning_moe.models.deepseek_v3 import DeepSeekV3
-from lightning_moe.models.deepseek_v3.attention import attention_backend
+from lightning_moe.models.deepseek_v3.attention_backends import attention_backend
 from lightning_moe.models.module import MoEShape
 from lightning_moe.precision.plugin import MoEPrecision, QuantisedPrecision, tokens_of_forward
 from lightning_moe.strategies.expert_parallel import ExpertParallelStrategy
@@ -349,11 +349,14 @@ class PlannedRun:
         self._tell("DeepEP buffers", f"{generation}: {text}")
 
     def _compute_dtype(self) -> torch.dtype:
-        asked = getattr(self.strategy, "compute_dtype", None)
-        lowered = str(self.trainer.precision).startswith("bf16") or isinstance(self.precision, MoEPrecision)
+        asked, flag = getattr(self.strategy, "compute_dtype", None), str(self.trainer.precision)
+        mixed = flag in ("bf16", "bf16-mixed") or isinstance(self.precision, MixedPrecision)  # wins over compute_dtype
+        if asked in ("float32", "bfloat16") and not mixed:
+            return torch.float32 if asked == "float32" else torch.bfloat16
+        lowered = mixed or flag.startswith("bf16") or isinstance(self.precision, MoEPrecision)
         if asked == "auto" and not lowered:
             lowered = self.device.type == "cuda"
-        return torch.bfloat16 if lowered or asked == "bfloat16" else torch.float32
+        return torch.bfloat16 if lowered else torch.float32
 
     def _check_precision(self) -> None:
         plugin, flag = self.precision, self.trainer.precision
@@ -369,6 +372,8 @@ class PlannedRun:
         if self.model is None:
             return
         expert_parallel_size = self.layout.expert_parallel_size if self.layout is not None else 1
+        plugin.compute_dtype = self._compute_dtype()
+        computes_in = str(plugin.compute_dtype).removeprefix("torch.")
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # its own table
                 plugin.convert(
@@ -381,7 +386,7 @@ class PlannedRun:
             raise ValueError(f"trainer.plugins: {error}") from error
         report = plugin.report if isinstance(plugin, QuantisedPrecision) else None
         if report is None:
-            self._tell("precision", f"{type(plugin).__name__}: computes in bfloat16")
+            self._tell("precision", f"{type(plugin).__name__}: computes in {computes_in}")
             return
         counts = f"{report.converted} multiplications in {report.precision}, {report.skipped} in {report.compute_dtype}"
         self._tell("precision", f"{type(plugin).__name__}: {counts}", fine=report.converted > 0)
@@ -389,8 +394,18 @@ class PlannedRun:
             self._tell("precision", f"EMULATED: {text}", fine=False)
 
     def _check_attention(self) -> None:
-        if isinstance(self.fit.model, DeepSeekV3):
-            kernel = attention_backend(self.fit.model.config, self.device, self._compute_dtype())
-            self._tell("attention", kernel, fine="slow" not in kernel)
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+        module = self.fit.model
+        if not isinstance(module, DeepSeekV3):
+            return
+        asked, dtype = module.asked_attention, self._compute_dtype()
+        with_documents = bool(getattr(self.fit.datamodule, "document_mask", False))
+        for name, documents in (("attention", False), ("attention of documents", True)):
+            try:
+                kernel = attention_backend(module.config, self.device, dtype, asked, documents=documents)
+            except ValueError as error:
+                if documents == with_documents:
+                    raise
+                kernel = f"none: {error}".partition("\n")[0]
+            self._tell(name, kernel, fine="slow" not in kernel or documents != with_documents)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

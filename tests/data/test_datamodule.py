@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 from typing import Any
 
@@ -6,12 +7,14 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from torch.utils.data import DataLoader
 
 from lightning_moe.data.datamodule import TokenDataModule
 from lightning_moe.data.order import SampleOrder
 from lightning_moe.data.store import TokenBlocks
+from lightning_moe.tools.prepare import prepare
 
-from .conftest import Recorder, make_trainer
+from .conftest import Recorder, make_trainer, write_documents
 
 SEQUENCE = 32
 
@@ -396,3 +399,48 @@ def test_describe_and_fingerprint(store: Path) -> None:
     assert "tokenizer byte (258 ids)" in datamodule.describe()
     assert datamodule.fingerprint()["seed"] == 7
     assert len(datamodule.fingerprint()["store"]) == 64
+
+
+def test_a_store_without_validation_warns_of_nothing_and_refuses_to_be_validated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    text = write_documents(tmp_path / "text.jsonl", 60)
+    for fraction in (0.0, 0.02):
+        folder = tmp_path / f"store{fraction}"
+        prepare([str(text)], str(folder), "byte", validation_fraction=fraction, num_workers=1, progress_bar=False)
+        trainer = make_trainer(tmp_path, max_steps=2, num_sanity_val_steps=2)
+        datamodule, module = data(folder, sequence_length=1000), Recorder()
+        caplog.clear()
+        with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+            trainer.fit(module, datamodule=datamodule)
+        assert (module.global_step, module.validated) == (2, [])
+        assert trainer.limit_val_batches == 1.0
+        said = [record.getMessage() for record in caplog.records if "validat" in record.getMessage()]
+        few = datamodule.manifest.tokens["validation"]
+        expected = f"{folder} has no validation sample of 1000 tokens ({few:,} validation tokens)"
+        assert said == ([f"data.path: {expected}; nothing is validated"] if fraction else [])
+        assert bool(few) is bool(fraction)
+        with pytest.raises(ValueError, match=re.escape(f"data.path: {expected}")):
+            trainer.validate(module, datamodule=datamodule)
+    assert [str(warning.message) for warning in recwarn if "is zero" in str(warning.message)] == []
+
+
+class OwnValidation(TokenDataModule):
+    """Validates and tests with rows of its own."""
+
+    def val_dataloader(self) -> Any:
+        rows: Any = [{"input_ids": torch.full((8,), value)} for value in range(3)]
+        return DataLoader(rows, batch_size=1)
+
+    test_dataloader = val_dataloader
+
+
+def test_a_loader_of_a_subclass_validates_where_the_store_has_nothing(tmp_path: Path) -> None:
+    text = write_documents(tmp_path / "text.jsonl", 60)
+    prepare([str(text)], str(tmp_path / "store"), "byte", validation_fraction=0.0, num_workers=1, progress_bar=False)
+    datamodule = OwnValidation(str(tmp_path / "store"), sequence_length=100, micro_batch_size=2, global_batch_size=4)
+    trainer, module = make_trainer(tmp_path, max_steps=2, val_check_interval=2), Recorder()
+    trainer.fit(module, datamodule=datamodule)
+    assert len(module.validated) == 6  # after each step of two batches
+    trainer.validate(module, datamodule=datamodule)
+    assert len(module.validated) == 9

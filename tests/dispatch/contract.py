@@ -49,6 +49,8 @@ CASES = [
     Case("first_rank_without_tokens", lambda rank: _random(rank, 32 if rank else 0)),
 ]
 ALIGNMENTS = (1, 16, 32, 128)
+Rounding = Callable[[Tensor], Tensor]
+LEAST_SQNR = 22.0  # of results through E4M3, in decibels: a value by itself has about 31, two sources of noise less
 
 
 def check_dispatcher(
@@ -63,6 +65,7 @@ def check_dispatcher(
     width: int = WIDTH,
     device: str = "cpu",
     weighted_before: bool = False,
+    rounding: Rounding | None = None,
 ) -> None:
     """Checks structure, outputs and gradients of one case.
 
@@ -77,14 +80,16 @@ def check_dispatcher(
         width: Hidden size.
         device: Where the dispatcher works.
         weighted_before: Whether the experts apply the weights, instead of the dispatcher.
+        rounding: What happens to tokens and to the gradients of outputs on their way to the experts. Results are then
+            those of rounded tokens and gradients, to the tolerance, and near those of unrounded ones.
     """
     local = EXPERTS // world_size
     first = rank * local
-    data = [_Data.of(case, r, dtype, width) for r in range(world_size)]
+    data = [_Data.of(case, r, dtype, width, rounding) for r in range(world_size)]
     weights_EDD = _expert_weights(dtype, width)
-    reference = [_dense(case, r, dtype, width) for r in range(world_size)]
+    reference = [_dense(case, r, dtype, width, rounding) for r in range(world_size)]
 
-    own = data[rank].on(device).with_leaves()
+    own = _Data.of(case, rank, dtype, width).on(device).with_leaves()
     own_weights = weights_EDD[first : first + local].clone().to(device).requires_grad_()
     dispatcher = make(EXPERTS, alignment)
     dispatched = dispatcher.dispatch(own.x, own.plan())
@@ -105,6 +110,14 @@ def check_dispatcher(
     _assert_near(own.weights.grad, expected.grad_weights, tolerance, "gradient of the routing weights")
     summed = torch.stack([r.grad_experts for r in reference]).sum(dim=0)[first : first + local]
     _assert_near(own_weights.grad, summed, tolerance, "gradient of the experts")
+    if rounding is not None:
+        exact = _dense(case, rank, dtype, width)
+        for value, unrounded, what in (
+            (out, exact.out, "output"),
+            (own.x.grad, exact.grad_x, "gradient of the input"),
+            (own.weights.grad, exact.grad_weights, "gradient of the routing weights"),
+        ):
+            _assert_quiet(value, unrounded, what)
 
 
 def check_exact_on_integers(
@@ -151,7 +164,7 @@ class _Data(NamedTuple):
     grad_out: Tensor
 
     @classmethod
-    def of(cls, case: Case, rank: int, dtype: torch.dtype, width: int) -> "_Data":
+    def of(cls, case: Case, rank: int, dtype: torch.dtype, width: int, rounding: Rounding | None = None) -> "_Data":
         indices = case.indices_of(rank)
         tokens = indices.shape[0]
         generator = torch.Generator().manual_seed(rank)
@@ -159,6 +172,8 @@ class _Data(NamedTuple):
         x = torch.randn(tokens, width, generator=generator, dtype=torch.float64).to(dtype)
         weights = (0.1 + torch.rand(tokens, TOP_K, generator=generator, dtype=torch.float64)).to(accurate)
         grad_out = torch.randn(tokens, width, generator=generator, dtype=torch.float64).to(dtype)
+        if rounding is not None:
+            x, grad_out = rounding(x), rounding(grad_out)
         return cls(x, indices, weights.where(indices >= 0, 0.0), grad_out)
 
     def on(self, device: str) -> "_Data":
@@ -187,9 +202,9 @@ def _expert_weights(dtype: torch.dtype, width: int) -> Tensor:
 
 
 @cache
-def _dense(case: Case, rank: int, dtype: torch.dtype, width: int) -> _Reference:
+def _dense(case: Case, rank: int, dtype: torch.dtype, width: int, rounding: Rounding | None = None) -> _Reference:
     """Every expert on every token in float64, masked."""
-    data, weights_EDD = _Data.of(case, rank, dtype, width), _expert_weights(dtype, width)
+    data, weights_EDD = _Data.of(case, rank, dtype, width, rounding), _expert_weights(dtype, width)
     x = data.x.double().clone().requires_grad_()
     weights = data.weights.double().clone().requires_grad_()
     experts = weights_EDD.double().clone().requires_grad_()
@@ -245,3 +260,12 @@ def _assert_near(value: Tensor | None, expected: Tensor, tolerance: float, what:
     if expected.numel():
         error = (value.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
         assert error <= tolerance, f"{what}: {error:.2e}"
+
+
+def _assert_quiet(value: Tensor | None, exact: Tensor, what: str) -> None:
+    assert value is not None, what
+    signal, noise = exact.pow(2).sum(), (value.cpu().double() - exact).pow(2).sum()
+    if signal > 0:
+        decibels = 10 * (signal / noise).log10().item()
+        assert decibels >= LEAST_SQNR, f"{what}: {decibels:.1f} dB"
+        assert decibels < 60, f"{what}: nothing was rounded"

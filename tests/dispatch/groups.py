@@ -9,7 +9,15 @@ import torch
 import torch.distributed as dist
 
 from lightning_moe.dispatch.base import TokenDispatcher
-from tests.dispatch.contract import ALIGNMENTS, CASES, WIDTH, Case, check_dispatcher, check_exact_on_integers
+from tests.dispatch.contract import (
+    ALIGNMENTS,
+    CASES,
+    WIDTH,
+    Case,
+    Rounding,
+    check_dispatcher,
+    check_exact_on_integers,
+)
 from tests.strategies.processes import rank
 
 
@@ -29,6 +37,7 @@ def check_contract(
     device: str = "cpu",
     alignments: Sequence[int] = ALIGNMENTS,
     cases: Sequence[Case] = CASES,
+    rounding: Rounding | None = None,
     report: Callable[[str], None] = lambda passed: None,
 ) -> None:
     """All cases and alignments, one after the other; an error names its case.
@@ -46,7 +55,13 @@ def check_contract(
         for case in cases:
             with _named(case.name, alignment):
                 check_dispatcher(
-                    make, case, alignment, tolerance=tolerance, weighted_before=alignment in (16, 128), **options
+                    make,
+                    case,
+                    alignment,
+                    tolerance=tolerance,
+                    weighted_before=alignment in (16, 128),
+                    rounding=rounding,
+                    **options,
                 )
             report(f"{case.name}, alignment {alignment}")
         with _named("integers", alignment):

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from lightning_moe.dispatch.local import LocalDispatcher
+from lightning_moe.dispatch.permute import permute, plan_rows, unpermute
 from lightning_moe.moe.router import RoutingPlan
 from tests.dispatch.contract import ALIGNMENTS, CASES, EXPERTS, TOP_K, Case, check_dispatcher, check_exact_on_integers
 
@@ -79,3 +80,15 @@ def test_state_is_not_shared_between_calls() -> None:
 def test_alignment_must_be_positive() -> None:
     with pytest.raises(ValueError, match="alignment is 0, but it must be at least 1"):
         LocalDispatcher(4, alignment=0)
+
+
+def test_second_derivatives_are_refused_and_not_cut_off() -> None:
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(5, 2, dtype=torch.float64, requires_grad=True)
+    rows = plan_rows(torch.tensor([[0, 1]] * 5), 2, all_valid=True)
+    rows_RD, weights_R = permute(x, weights, rows)
+    (grad,) = torch.autograd.grad(rows_RD.tanh().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.pow(2).sum().backward()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(unpermute(permute(x, weights, rows)[0], weights_R, rows).sum(), x, create_graph=True)

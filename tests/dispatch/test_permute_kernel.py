@@ -29,11 +29,12 @@ for tokens, hidden, top_k, experts, alignment in ((9, 40, 2, 4, 1), (33, 1500, 3
         assert torch.equal(picked, torch.cat([values, torch.zeros(1)])[plan.row_of_choice_TK])
         assert sum_rows_kernel(y, plan.row_of_choice_TK, w)[1] is None
     x, choice_weights = torch.randn(tokens, hidden), torch.rand(tokens, top_k)
-    copied, copied_weights = copy_rows_kernel(x, plan.choice_of_row_R, top_k, choice_weights)
+    where = plan.row_of_choice_TK, plan.choice_of_row_R
+    copied, copied_weights = copy_rows_kernel(x, *where, choice_weights, padded=plan.padded)
     expected_rows, expected_weights = permute(x, choice_weights, plan)
     assert torch.equal(copied, expected_rows)
     assert torch.equal(copied_weights, expected_weights)
-    assert torch.equal(copy_rows_kernel(x, plan.choice_of_row_R, top_k)[0], expected_rows)
+    assert torch.equal(copy_rows_kernel(x, *where, padded=plan.padded)[0], expected_rows)
     leaves = y.clone().requires_grad_(), weights.clone().requires_grad_()
     unpermute(*leaves, plan).backward(grad)
     grad_y, grad_weights = spread_kernel(grad, y, weights, plan.choice_of_row_R, top_k)

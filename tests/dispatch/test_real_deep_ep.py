@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,13 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lightning_moe.dispatch.all_to_all import AllToAllDispatcher
+from lightning_moe.dispatch.base import TokenDispatcher
 from lightning_moe.dispatch.deep_ep.dispatcher import DeepEPDispatcher
 from lightning_moe.dispatch.deep_ep.found import find_deep_ep
+from lightning_moe.dispatch.fp8_rows import TILE
 from lightning_moe.moe.router import RoutingPlan
+from lightning_moe.precision.quantisation import quantise
 from tests.dispatch.contract import CASES, EXPERTS, TOP_K
 from tests.dispatch.deep_ep_standin.signatures import SIGNATURES, parameters_of
 from tests.dispatch.groups import check_contract
@@ -64,39 +69,57 @@ def _process(rank: int, port: int, settings: Settings) -> None:
     if rank == 0:
         print(f"DeepEP {generation}, {settings.processes} processes on {min(gpus, settings.processes)} GPU of type")
         print(f"{torch.cuda.get_device_name()}, hidden size {settings.width}, {settings.num_sms} SMs", flush=True)
-    cases = [case for case in CASES if case.name not in settings.skip]
-    for kind, alignments in (("synchronous", (1, 16, 32, 128)), ("asynchronous", (1, 128))):
-        report(f"{kind} calls")
+    check = partial(
+        check_contract,
+        dtype=torch.bfloat16,
+        tolerance=3e-2,
+        width=settings.width,
+        device=str(device),
+        cases=[case for case in CASES if case.name not in settings.skip],
+        report=report,
+    )
+    asynchronous, fp8 = {"asynchronous": True}, {"fp8_dispatch": True}
+    kinds: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
+        ("synchronous calls", (1, 16, 32, 128), {}),
+        ("asynchronous calls", (1, 128), asynchronous),
+    ]
+    if settings.width % TILE == 0:
+        kinds += [
+            ("synchronous calls in FP8", (1, 16, 32, 128), fp8),
+            ("asynchronous calls in FP8", (1, 128), {**asynchronous, **fp8}),
+        ]
+    for kind, alignments, options in kinds:
+        report(kind)
         for alignment in alignments:
-            dispatcher = DeepEPDispatcher(
-                EXPERTS, _world(), alignment, num_sms=settings.num_sms, asynchronous=kind == "asynchronous"
-            )
-            check_contract(
-                partial(_same, dispatcher),
-                dtype=torch.bfloat16,
-                tolerance=3e-2,
-                width=settings.width,
-                device=str(device),
-                cases=cases,
-                alignments=(alignment,),
-                report=report,
-            )
+            dispatcher = DeepEPDispatcher(EXPERTS, _world(), alignment, num_sms=settings.num_sms, **options)
+            rounding = _rounding if dispatcher.fp8_dispatch else None
+            check(partial(_same, dispatcher), alignments=(alignment,), rounding=rounding)
             dispatcher.close()
-    _check_recomputation(settings, device, generation)
-    report("recomputation of the whole region")
-    torch.use_deterministic_algorithms(True)
-    _check_recomputation(settings, device, generation)
-    report("the same in deterministic mode")
+    for fp8_dispatch in dict.fromkeys((False, settings.width % TILE == 0)):
+        _check_recomputation(settings, device, generation, fp8_dispatch)
+        report(f"recomputation of the whole region{', in FP8' * fp8_dispatch}")
+        torch.use_deterministic_algorithms(True)
+        _check_recomputation(settings, device, generation, fp8_dispatch)
+        torch.use_deterministic_algorithms(False)
+        report("the same in deterministic mode")
+    if own_gpus and settings.width % TILE == 0:
+        report("all-to-all through NCCL in FP8")
+        dispatchers = {alignment: AllToAllDispatcher(EXPERTS, _world(), alignment, **fp8) for alignment in (1, 32)}
+        check(lambda _, alignment: dispatchers[alignment], alignments=(1, 32), rounding=_rounding)
     dist.destroy_process_group()
 
 
-def _same(dispatcher: DeepEPDispatcher, num_experts: int, alignment: int) -> DeepEPDispatcher:
+def _rounding(x: Tensor) -> Tensor:
+    return quantise(x, (1, TILE), "rceil")
+
+
+def _same(dispatcher: TokenDispatcher, num_experts: int, alignment: int) -> TokenDispatcher:
     return dispatcher
 
 
-def _check_recomputation(settings: Settings, device: torch.device, generation: str) -> None:
+def _check_recomputation(settings: Settings, device: torch.device, generation: str, fp8_dispatch: bool) -> None:
     """Gradients are those without recomputation: to the bit where rows arrive in one order."""
-    dispatcher = DeepEPDispatcher(EXPERTS, _world(), 16, num_sms=settings.num_sms)
+    dispatcher = DeepEPDispatcher(EXPERTS, _world(), 16, num_sms=settings.num_sms, fp8_dispatch=fp8_dispatch)
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(64, settings.width, generator=generator).bfloat16().to(device).requires_grad_()
     weights = torch.rand(64, TOP_K, generator=generator).to(device).requires_grad_()

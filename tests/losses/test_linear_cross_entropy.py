@@ -155,3 +155,71 @@ def test_weight_gradient_of_many_chunks_is_summed_in_float32() -> None:
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     linear_cross_entropy(hidden, weight, torch.zeros(4096, dtype=torch.int64), chunk_tokens=1).loss.backward()
     assert grad(weight).flatten().tolist() == [-2048.0, 2048.0]
+
+
+@pytest.mark.parametrize("factors", [(0.5, 0.5), (1.0, 0.5, 1.0), (1.0, 1.0), (0.25, 1.0)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_backward_again_through_a_retained_graph(factors: tuple[float, ...], dtype: torch.dtype) -> None:
+    hidden, weight, labels = draw(dtype)
+    _, hidden_grad, weight_grad = reference(hidden, weight, labels)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=4).loss
+    for i, factor in enumerate(factors):
+        last = i == len(factors) - 1
+        grads = torch.autograd.grad(loss, (hidden, weight), torch.tensor(factor, dtype=loss.dtype), not last)
+        for actual, wanted in zip(grads, (hidden_grad, weight_grad), strict=True):
+            tolerance = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+            assert (actual.double() - factor * wanted).abs().max() <= tolerance * wanted.abs().max()
+            actual.fill_(float("nan"))  # what was given away is the receiver's
+    with pytest.raises(RuntimeError, match="gives them away once"):
+        loss.backward()
+
+
+def test_retained_graph_adds_up_in_the_gradients() -> None:
+    hidden, weight, labels = draw()
+    _, hidden_grad, weight_grad = reference(hidden, weight, labels)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=4).loss * 0.5
+    loss.backward(retain_graph=True)
+    grad(weight).mul_(2)  # as an optimizer's step may, before the second backward
+    loss.backward()
+    torch.testing.assert_close(grad(hidden), hidden_grad, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(grad(weight), 1.5 * weight_grad, rtol=1e-12, atol=1e-14)
+
+
+def test_gradients_are_given_away_without_a_copy() -> None:
+    hidden, weight, labels = draw(torch.float32)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=4).loss
+    stored = loss.grad_fn.grads  # type: ignore[union-attr]
+    places = [t.data_ptr() for t in stored]
+    del stored
+    loss.backward()
+    assert grad(weight).data_ptr() == places[1]
+
+
+def test_compiles_without_breaks() -> None:
+    hidden, weight, labels = draw()
+    _, hidden_grad, weight_grad = reference(hidden, weight, labels)
+
+    def halved(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, labels, chunk_tokens=8).loss * 0.5
+
+    torch.compile(halved, backend="aot_eager", fullgraph=True)(hidden, weight).backward()
+    torch.testing.assert_close(grad(hidden), 0.5 * hidden_grad, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(grad(weight), 0.5 * weight_grad, rtol=1e-12, atol=1e-14)
+
+
+def test_second_derivative_is_refused() -> None:
+    hidden, weight, labels = draw()
+    loss = linear_cross_entropy(hidden.tanh(), weight, labels).loss
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+def test_a_kept_graph_under_compiled_autograd_keeps_its_gradients() -> None:
+    hidden, weight, labels = draw()
+    _, hidden_grad, weight_grad = reference(hidden, weight, labels)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=4).loss
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        (2 * loss).backward(retain_graph=True)
+        (3 * loss).backward()
+    torch.testing.assert_close(grad(hidden), 5 * hidden_grad, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(grad(weight), 5 * weight_grad, rtol=1e-12, atol=1e-14)

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_moe.models.deepseek_v3.attention import (
-    MultiHeadLatentAttention,
+from lightning_moe.models.deepseek_v3.attention import MultiHeadLatentAttention
+from lightning_moe.models.deepseek_v3.attention_backends import (
+    AttentionMask,
     attention_backend,
     causal_attention,
     document_mask,
@@ -33,7 +34,8 @@ def test_kernel_against_the_formula(v_dim: int, documents: bool) -> None:
     if documents:
         allowed = allowed & (ids[:, None, :, None] == ids[:, None, None, :])
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    out = causal_attention(leaves[0], leaves[1], leaves[2], scale=0.3, mask=document_mask(ids) if documents else None)
+    mask = AttentionMask(dense=document_mask(ids)) if documents else None
+    out = causal_attention(leaves[0], leaves[1], leaves[2], scale=0.3, mask=mask)
     twins = [t.clone().requires_grad_() for t in (q, k, v)]
     expected = by_hand(twins[0], twins[1], twins[2], 0.3, allowed)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)

@@ -1,5 +1,6 @@
 """The training module: exact gradients, one decision per optimizer step, balancing, schedules, logging, checkpoints."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -546,3 +547,34 @@ def test_a_model_is_not_trained_in_another_way_than_a_second_trainer_says() -> N
     for options in ({}, {"plugins": [MXFP8Precision(emulate="always", scale_rounding="floor")]}):
         with pytest.raises(ValueError, match=r"MXFP8Precision(.|\n)*Give the Trainer a new module"):
             trainer({}, **options).fit(converted, rows)
+
+
+class ClipsAlone(DeepSeekV3):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(args[0], gradient_clip_val=1.0)
+
+
+def test_clipping_that_leaves_out_the_means_over_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"ClipsAlone\.configure_gradient_clipping does not call"):
+        fit(ClipsAlone(CONFIG, sgd), max_steps=2)
+
+
+def test_an_optimizer_that_computes_gradients_several_times_a_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="LBFGS computes gradients several times in one step"):
+        fit(DeepSeekV3(CONFIG, lambda parameters: torch.optim.LBFGS(list(parameters), lr=0.1)), max_steps=2)
+
+
+def test_a_module_that_has_trained_can_be_copied_on_cuda_too() -> None:
+    module = DeepSeekV3(CONFIG, sgd)
+    fit(module, max_steps=1)
+    module.clock._mark = torch.cuda.Event()  # what a step on CUDA leaves
+    copied = copy.deepcopy(module)
+    assert copied.clock._mark is None
+    assert torch.equal(copied.built_model.lm_head.weight, module.built_model.lm_head.weight)
+
+
+def test_skipped_steps_are_those_of_one_fit() -> None:
+    module = DeepSeekV3(CONFIG, sgd)
+    module._skipped_steps = torch.tensor(3)
+    fit(module, max_steps=1)
+    assert module.trainer.logged_metrics["train/skipped_steps"] == 0

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 _CHECK = """
 import torch
-from lightning_moe.moe.feed_forward import swiglu
+from lightning_moe.moe.swiglu import swiglu_plain
 from lightning_moe.moe.swiglu_kernel import swiglu_backward_kernel, swiglu_kernel
 
 torch.manual_seed(0)
@@ -18,17 +18,23 @@ for rows, width in ((5, 24), (3, 1408), (0, 16)):
         weights = torch.rand(rows).requires_grad_() if weighted else None
         if weighted and rows:
             weights.data[0] = 0.0
-        expected = swiglu(gate_up, weights)
+        expected = swiglu_plain(gate_up, weights)
         torch.testing.assert_close(swiglu_kernel(gate_up.detach(), weights), expected, rtol=1e-5, atol=1e-6)
         grad = torch.randn(rows, width)
         expected.backward(grad)
-        out, grad_gate_up, grad_weights = swiglu_backward_kernel(grad, gate_up.detach(), weights)
-        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(grad_gate_up, gate_up.grad, rtol=1e-5, atol=1e-5)
-        if weighted:
-            torch.testing.assert_close(grad_weights, weights.grad, rtol=1e-5, atol=1e-4)
-        else:
-            assert grad_weights is None
+        for with_output in (True, False):
+            out, grad_gate_up, grad_weights = swiglu_backward_kernel(
+                grad, gate_up.detach(), weights, with_output=with_output
+            )
+            if with_output:
+                torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+            else:
+                assert out is None
+            torch.testing.assert_close(grad_gate_up, gate_up.grad, rtol=1e-5, atol=1e-5)
+            if weighted:
+                torch.testing.assert_close(grad_weights, weights.grad, rtol=1e-5, atol=1e-4)
+            else:
+                assert grad_weights is None
 print("equal")
 """
 

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI, OptimizerCallable
 from lightning.pytorch.demos.boring_classes import BoringDataModule
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lightning_moe
 from lightning_moe.optim.adamw import AdamW
@@ -260,3 +261,57 @@ def test_options_of_torch_in_a_group_are_honoured(option: str) -> None:
             optimizer.step()
         trained.append(parameter.detach())
     torch.testing.assert_close(*trained, rtol=1e-6, atol=1e-7)
+
+
+def _on_cuda(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, device="cuda", dtype=dtype))
+
+
+def test_whether_the_kernel_runs_is_asked_of_the_parameters_as_they_are() -> None:
+    with FakeTensorMode():  # seems to be on CUDA, without a GPU
+        parameter = _on_cuda(4, 3)
+        optimizer = AdamW([parameter, _on_cuda(3, dtype=torch.bfloat16)])
+        assert optimizer.takes_gradient_factor
+        parameter.grad_dtype = None
+        assert optimizer.takes_gradient_factor
+        for option in ("amsgrad", "maximize", "differentiable"):
+            optimizer.param_groups[1][option] = True
+            assert not optimizer.takes_gradient_factor, option
+            optimizer.param_groups[1][option] = False
+        state = copy.deepcopy(optimizer.state_dict())
+        state["param_groups"][0]["fused"] = None
+        optimizer.load_state_dict(state)
+        assert not optimizer.takes_gradient_factor
+        optimizer.param_groups[0]["fused"] = True
+        assert optimizer.takes_gradient_factor
+        parameter.data = torch.empty(3, 4, device="cuda").T
+        assert optimizer.takes_gradient_factor
+        for data in (torch.empty(4, 6, device="cuda")[:, :3], torch.empty(4, 3, device="cuda", dtype=torch.float64)):
+            before, parameter.data = parameter.data, data
+            assert not optimizer.takes_gradient_factor
+            parameter.data = before
+        assert optimizer.takes_gradient_factor
+        optimizer.add_param_group({"params": [nn.Parameter(torch.empty(2, 2))]})
+        assert not optimizer.takes_gradient_factor
+    assert not AdamW(_parameters().values()).takes_gradient_factor
+
+
+@pytest.mark.parametrize("with_factor", [False, True])
+def test_parameters_are_gone_through_once_a_step(with_factor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, stepped = [], []
+
+    def takes(self: AdamW) -> bool:
+        asked.append(self)
+        return True
+
+    monkeypatch.setattr(AdamW, "takes_gradient_factor", property(takes))
+    monkeypatch.setattr(AdamW, "_step_with_kernel", lambda self, *_: stepped.append(self.gradient_factor))
+    parameter = nn.Parameter(torch.ones(2, 2))
+    parameter.grad = torch.ones(2, 2)
+    optimizer, factor = AdamW([parameter]), torch.tensor(0.5)
+    if with_factor and optimizer.takes_gradient_factor:
+        optimizer.gradient_factor = factor
+    optimizer.step()
+    assert len(asked) == 1
+    assert stepped == [factor if with_factor else None]
+    assert optimizer.gradient_factor is None

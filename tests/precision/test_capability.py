@@ -33,6 +33,7 @@ RUNS: list[tuple[Machine, Recipe, Kind]] = [
     (H200, fp8_rowwise(), "linear"),
     (H200, fp8_rowwise(), "grouped"),
     (H200, fp8_rowwise(wgrad_in_high_precision=True), "linear"),
+    (H200, fp8_rowwise(wgrad_in_high_precision=True), "grouped"),
     (H200, fp8_tensorwise(wgrad_in_high_precision=True), "linear"),
     (H200, fp8_blockwise(), "linear"),
     (replace(H200, modules=frozenset({"deep_gemm"})), fp8_blockwise(), "grouped"),
@@ -57,7 +58,7 @@ REFUSED: list[tuple[Machine, Recipe, Kind, str]] = [
     (replace(H200, torchao=(0, 16)), fp8_rowwise(), "linear", "torchao is 0.16, but it must be at least 0.17"),
     (replace(H200, triton=False), fp8_rowwise(), "grouped", "triton is not installed"),
     (H200, fp8_tensorwise(), "grouped", "experts would share one scale"),
-    (H200, fp8_rowwise(wgrad_in_high_precision=True), "grouped", "no grouped fp8_rowwise with the weight gradient"),
+    (H200, fp8_blockwise(wgrad_in_high_precision=True), "grouped", "no grouped fp8_blockwise with the weight gradient"),
     (H200, fp8_blockwise(wgrad_in_high_precision=True), "linear", "no linear fp8_blockwise with the weight gradient"),
     (H200, mxfp8(), "grouped", r"compute capability 10.x \(B200, GB200\), and this is NVIDIA H200 \(9.0\)"),
     (H200, fp8_blockwise(), "grouped", "DeepGEMM"),
@@ -129,10 +130,11 @@ def test_auto_counts_what_was_measured_and_nothing_else() -> None:
 
     assert choice("NVIDIA H200", "linear", 7168, 7168, 16384) == "fp8_tensorwise"
     assert choice("NVIDIA H200", "linear", 16384, 7168, 65536) == "fp8_tensorwise"
-    assert choice("NVIDIA H200", "linear", 1536, 24576, 65536) is None
+    assert choice("NVIDIA H200", "linear", 1536, 24576, 65536) == "fp8_tensorwise"
+    assert choice("NVIDIA H200", "linear", 1536, 16384, 65536) is None
     assert choice("NVIDIA H200", "linear", 7168, 7168, 8192) is None
     assert choice("NVIDIA H200", "grouped", 7168, 2048, 8192) == "fp8_rowwise"
-    assert choice("NVIDIA H200", "grouped", 2048, 1408, 1536) is None  # measured, and slower
+    assert choice("NVIDIA H200", "grouped", 2048, 1408, 1536) is None  # measured, and hardly faster
     assert choice("NVIDIA H200", "grouped", 7168, 2048, None) is None
     assert choice("NVIDIA B200", "grouped", 7168, 2048, 65536) is None
     assert all(measurement.source for measurement in MEASUREMENTS)

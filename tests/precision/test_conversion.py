@@ -10,13 +10,20 @@ from torch import Tensor, nn
 
 from lightning_moe import BF16Precision, BlockwiseFP8Precision, Float8Precision, MXFP8Precision
 from lightning_moe.models.deepseek_v3 import DeepSeekV3Model
+from lightning_moe.moe.experts import GroupedExperts
 from lightning_moe.precision import plugin as plugin_module
 from lightning_moe.precision.capability import Machine
 from lightning_moe.precision.casting import cast_on_use
-from lightning_moe.precision.conversion import candidates, multiplication_of
+from lightning_moe.precision.conversion import (
+    Candidate,
+    can_compute_as_one,
+    candidates,
+    multiplication_of,
+    replace_multiplication,
+)
 from lightning_moe.precision.emulation import emulated_grouped_mm, emulated_linear
 from lightning_moe.precision.plugin import QuantisedPrecision
-from lightning_moe.precision.recipes import mxfp8
+from lightning_moe.precision.recipes import fp8_rowwise, mxfp8
 from tests.models.tiny import random_model, tiny_config, tokens
 
 CONFIG = tiny_config(q_lora_rank=64, qk_rope_head_dim=32, num_nextn_predict_layers=1)
@@ -255,3 +262,23 @@ def test_never_names_what_is_missing_and_what_runs(monkeypatch: pytest.MonkeyPat
 def test_wrong_values(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_experts_that_differ_in_what_computes_them_alone_are_not_taken_for_converted() -> None:
+    experts = GroupedExperts(2, 32, 32)
+    candidate = Candidate("experts", "experts", experts, "grouped", ((32, 64), (32, 32)), None)
+    recipe = fp8_rowwise()
+
+    def multiply(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+        return a
+
+    def compute(*arguments: Any) -> Any:
+        return arguments[0]
+
+    replace_multiplication(candidate, multiply, recipe, compute)
+    replace_multiplication(candidate, multiply, recipe, compute)
+    with pytest.raises(ValueError, match="experts has been converted to another precision before"):
+        replace_multiplication(candidate, multiply, recipe)
+    assert can_compute_as_one(experts)
+    cast_on_use(experts, torch.bfloat16)
+    assert can_compute_as_one(experts)

@@ -12,8 +12,9 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_moe.cli import main
+from lightning_moe.cli import MoECLI, main
 from lightning_moe.dispatch.deep_ep.rules import estimate_buffer_bytes
+from lightning_moe.models.deepseek_v3.attention_backends import attention_backend
 from lightning_moe.precision.capability import Machine
 from lightning_moe.tools import gather_arguments_of_fit
 from lightning_moe.tools.doctor import GPU, Row, count, machine_rows, memory
@@ -28,6 +29,10 @@ DOCTOR = "lightning_moe.tools.doctor"
 PLAN = "lightning_moe.tools.planned_run"
 
 
+def _attention_of_hopper(*_: Any, documents: bool) -> str:
+    return "FlexAttention" if documents else "SDPA cuDNN"
+
+
 def put_in_place(patch: pytest.MonkeyPatch, machine: Machine, number: int, size: int = 150_000_000_000) -> None:
     """Makes this machine seem to be another one with GPUs."""
     assert machine.compute_capability is not None
@@ -35,7 +40,7 @@ def put_in_place(patch: pytest.MonkeyPatch, machine: Machine, number: int, size:
     for module in (DOCTOR, PLAN):
         patch.setattr(f"{module}.gpus", lambda: found)
         patch.setattr(f"{module}.device_here", lambda: torch.device("cuda", 0))
-        patch.setattr(f"{module}.attention_backend", lambda *_: "SDPA cuDNN")
+        patch.setattr(f"{module}.attention_backend", _attention_of_hopper)
     for module in (DOCTOR, "lightning_moe.precision.plugin"):
         patch.setattr(f"{module}.probe", lambda _: machine)
     patch.setattr(torch.cuda, "is_available", lambda: True)
@@ -73,6 +78,7 @@ def test_a_machine_without_gpu(without_gpu: None, monkeypatch: pytest.MonkeyPatc
     assert rows["MXFP8"] == ("MXFP8", "emulated: there are no FP8 kernels for CPU", False)
     assert rows["FP8 tensorwise"].value.endswith("for CPU; experts not, they take rowwise scales")
     assert rows["attention"].value == "SDPA flash, values padded (DeepSeek-V3's heads)"
+    assert rows["attention of documents"] == rows["attention"]._replace(name="attention of documents")
     assert rows["DeepEP"].value.startswith("none: deep_ep is not installed; https://github.com/deepseek-ai/DeepEP")
     assert "peak" not in rows
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -102,6 +108,7 @@ def test_hopper_with_the_first_deep_ep(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["FP8 blockwise"].value.startswith("linears native; experts emulated: its grouped multiplication needs")
     assert rows["DeepEP"].value == ("V1: groups of 2, 4, 8 processes; over hosts of 8 16, 32, 64, 128, 144, 160")
     assert rows["attention"].value == "SDPA cuDNN (DeepSeek-V3's heads)"
+    assert rows["attention of documents"].value == "FlexAttention (DeepSeek-V3's heads)"
 
 
 @pytest.mark.parametrize(
@@ -296,6 +303,7 @@ def test_what_a_run_uses(without_gpu: None, tmp_path: Path) -> None:
         "dispatcher": "AllToAllDispatcher, because DeepEP needs GPUs, and this runs on the CPU.",
         "precision": "computes in float32",
         "attention": "SDPA flash, values padded",
+        "attention of documents": "SDPA flash, values padded",
     }
 
 
@@ -378,6 +386,64 @@ def test_processes_of_a_launcher(without_gpu: None, tmp_path: Path, monkeypatch:
     assert (told["processes"], errors) == ("4 (by torchrun), on cpu here", [])
     _, errors = plan(tmp_path, EXPERT_PARALLEL, "--data.global_batch_size=8", "--trainer.devices=3")
     assert "trainer.devices is 3, but torchrun started 2 processes on each node" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "more", "expected"),
+    [
+        ("float32", ["--trainer.plugins+=lightning_moe.BF16Precision"], "BF16Precision: computes in float32"),
+        ("auto", ["--trainer.plugins+=lightning_moe.BF16Precision"], "BF16Precision: computes in bfloat16"),
+        ("float32", ["--trainer.plugins+=lightning_moe.Float8Precision"], " in float32 / EMULATED: fp8_rowwise"),
+        ("bfloat16", ["--trainer.plugins+=lightning_moe.Float8Precision"], " in bfloat16 / EMULATED: fp8_rowwise"),
+        ("float32", ["--trainer.precision=bf16-true"], "computes in float32"),
+        ("float32", ["--trainer.precision=bf16-mixed"], "computes in bfloat16"),
+        ("bfloat16", [], "computes in bfloat16"),
+    ],
+)
+def test_the_compute_dtype_of_the_strategy_wins(
+    asked: str, more: list[str], expected: str, without_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtypes = []
+
+    def attention_backend(config: Any, device: Any, dtype: torch.dtype, backend: str, *, documents: bool) -> str:
+        dtypes.extend([] if documents else [dtype])
+        return "SDPA flash"
+
+    monkeypatch.setattr(f"{PLAN}.attention_backend", attention_backend)
+    given = [EXPERT_PARALLEL, f"--trainer.strategy.compute_dtype={asked}", *more]
+    told, errors = plan(tmp_path, *given)
+    assert errors == []
+    assert expected in told["precision"]
+    # The same as what the run computes in
+    cli: Any = MoECLI(args=[*arguments(tmp_path / "run"), *given], run=False)
+    strategy = cli.trainer.strategy
+    strategy.connect(cli.model)
+    strategy.setup_environment()
+    assert dtypes == [strategy._resolve_compute_dtype()]
+
+
+def test_attention_that_is_asked_for(without_gpu: None, tmp_path: Path) -> None:
+    told, errors = plan(tmp_path, "--model.attention_backend=math")
+    assert (told["attention"], told["attention of documents"], errors) == ("SDPA math", "SDPA math", [])
+    _, errors = plan(tmp_path, "--model.attention_backend=cudnn")
+    assert [" ".join(error.split()) for error in errors] == [
+        "model.attention_backend is cudnn, but SDPA cuDNN does not take rows with 12 and 8 dimensions in float32 on "
+        "cpu: it needs a CUDA GPU. What works here: auto, which takes flash; slower: math."
+    ]
+
+
+def test_a_kernel_without_documents_where_there_are_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = attention_backend
+    put_in_place(monkeypatch, H200, 1)
+    monkeypatch.setattr(f"{PLAN}.attention_backend", real)
+    monkeypatch.setattr("lightning_moe.models.deepseek_v3.attention_backends._why_not_sdpa", lambda *_: None)
+    given = ["--trainer.accelerator=auto", "--trainer.precision=bf16-mixed", "--model.attention_backend=flash"]
+    told, errors = plan(tmp_path, *given)
+    assert (told["attention"], errors) == ("SDPA flash", [])
+    assert told["attention of documents"].startswith("none: attention_backend is flash, but SDPA flash does not take")
+    monkeypatch.setattr("tests.callbacks.standins.RandomTokens.document_mask", True, raising=False)
+    _, errors = plan(tmp_path, *given)
+    assert "in bfloat16 on cuda: it takes no mask. What works" in " ".join(errors[0].split())
 
 
 def test_emulation_is_no_error(without_gpu: None, tmp_path: Path) -> None:

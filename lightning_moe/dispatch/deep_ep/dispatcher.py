@@ -20,10 +20,12 @@ from torch.autograd.function import once_differentiable
 
 from lightning_moe.dispatch.base import Dispatched, TokenDispatcher
 from lightning_moe.dispatch.deep_ep.found import find_deep_ep
+from lightning_moe.dispatch.deep_ep.fp8 import ReturnForFP8, SendInFP8
 from lightning_moe.dispatch.deep_ep.rules import broken_rule
 from lightning_moe.dispatch.deep_ep.transport import Arrival, Transport
 from lightning_moe.dispatch.deep_ep.v1 import TransportV1
 from lightning_moe.dispatch.deep_ep.v2 import TransportV2
+from lightning_moe.dispatch.fp8_rows import check_hidden_size, fp8_rows_again
 from lightning_moe.dispatch.permute import RowPlan
 from lightning_moe.moe.router import RoutingPlan
 
@@ -60,6 +62,9 @@ class DeepEPDispatcher(TokenDispatcher):
         gpu_timeout: Seconds that kernels wait for other ranks (V2; V1 has about 100 built in).
         asynchronous: Whether kernels run behind events with memory of DeepEP's own stream.
         environment: Variables that DeepEP reads, set before it is imported, as in ``{EP_DISABLE_GIN: "1"}``.
+        fp8_dispatch: Whether tokens travel to experts in E4M3 with a scale per 128 values, and so do the gradients of
+            ``combine``; what comes back does not. The hidden size must be a multiple of 128. For backward, indices and
+            the handle are kept and, where the rows are to be made again, the bytes that came.
     """
 
     communicates = True
@@ -76,6 +81,7 @@ class DeepEPDispatcher(TokenDispatcher):
         gpu_timeout: int = 100,
         asynchronous: bool = False,
         environment: Mapping[str, str] | None = None,
+        fp8_dispatch: bool = False,
     ) -> None:
         super().__init__(num_experts, alignment)
         for variable in environment or {}:
@@ -90,6 +96,7 @@ class DeepEPDispatcher(TokenDispatcher):
         self.cpu_timeout = cpu_timeout
         self.gpu_timeout = gpu_timeout
         self.asynchronous = asynchronous
+        self.fp8_dispatch = fp8_dispatch
         self._sizes: _Sizes | None = None
         self._capacity = max_tokens_per_rank
         self._transport: Transport | None = None
@@ -154,6 +161,8 @@ class DeepEPDispatcher(TokenDispatcher):
         )
         if reason is not None:
             raise ValueError(reason)
+        if self.fp8_dispatch:
+            check_hidden_size(hidden_size)
         if self.max_tokens_per_rank is not None and max_tokens is not None and max_tokens > self.max_tokens_per_rank:
             raise ValueError(_too_many(max_tokens, self.max_tokens_per_rank))
         sizes, capacity = _Sizes(hidden_size, num_experts_per_tok), self._capacity
@@ -181,16 +190,25 @@ class DeepEPDispatcher(TokenDispatcher):
         transport = self._ready(x_TD, plan)
         # It makes autograd record the dispatch, and with it the handle, also where neither tokens nor weights train.
         anchor = torch.empty(0, device="cpu", requires_grad=torch.is_grad_enabled())
-        x_MD, weights, arrival = _Send.apply(
-            x_TD, plan.weights_TK.to(torch.float32), anchor, plan.indices_TK, transport, self.alignment
-        )
+        weights_TK = plan.weights_TK.to(torch.float32)
+        if self.fp8_dispatch:
+            rows_RD, weights_R, arrival, rows, received = SendInFP8.apply(
+                x_TD, weights_TK, anchor, plan.indices_TK, transport, self.alignment
+            )
+            again = fp8_rows_again(received, x_TD.dtype, None if transport.in_order else rows)
+            return Dispatched(rows_RD, weights_R, rows.offsets_E, _State(arrival, rows), again)
+        x_MD, weights, arrival = _Send.apply(x_TD, weights_TK, anchor, plan.indices_TK, transport, self.alignment)
         rows_RD, weights_R, rows = transport.in_expert_order(x_MD, weights, arrival.layout, self.alignment)
         return Dispatched(rows_RD, weights_R, rows.offsets_E, _State(arrival, rows))
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Applies the weights that are left and sends the rows home, where those of each token are summed."""
         state: _State = dispatched.state
+        if self.fp8_dispatch and dispatched.weights_R is None:
+            return ReturnForFP8.apply(y_RD, state.arrival, state.rows)
         partial_MD = state.arrival.transport.in_arrival_order(y_RD, dispatched.weights_R, state.rows)
+        if self.fp8_dispatch:
+            return ReturnForFP8.apply(partial_MD, state.arrival, None)
         return _Return.apply(partial_MD, state.arrival)
 
     def _ready(self, x_TD: Tensor, plan: RoutingPlan) -> Transport:
@@ -240,6 +258,7 @@ class DeepEPDispatcher(TokenDispatcher):
             cpu_timeout=self.cpu_timeout,
             gpu_timeout=self.gpu_timeout,
             asynchronous=self.asynchronous,
+            fp8_dispatch=self.fp8_dispatch,
         )
 
 
@@ -257,6 +276,7 @@ class _Send(torch.autograd.Function):
         x_MD, weights, handle, layout = transport.dispatch(
             x_TD.contiguous(), indices_TK.contiguous(), weights_TK.contiguous(), align
         )
+        assert isinstance(x_MD, Tensor)
         tensors, ctx.rest = transport.take_apart(handle)
         ctx.save_for_backward(*tensors)
         ctx.transport, ctx.handle = transport, None

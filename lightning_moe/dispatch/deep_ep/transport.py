@@ -13,7 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_moe.dispatch.fp8_rows import FP8Rows
 from lightning_moe.dispatch.permute import RowPlan
+
+Rows = Tensor | FP8Rows  # what travels: rows as they are, or rounded
 
 
 class Arrival(NamedTuple):
@@ -53,34 +56,40 @@ class Transport(ABC):
         self.failed = False
         self._opened: Any = None
 
+    in_order = False  # whether rows arrive in the experts' order
+
     @abstractmethod
     def dispatch(
-        self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, alignment: int
-    ) -> tuple[Tensor, Tensor, Any, Any]:
+        self, x_TD: Rows, indices_TK: Tensor, weights_TK: Tensor, alignment: int
+    ) -> tuple[Rows, Tensor, Any, Any]:
         """Sends tokens to the ranks of their experts.
 
         Args:
-            x_TD: Tokens, bfloat16, contiguous.
+            x_TD: Tokens, bfloat16 or rounded, contiguous.
             indices_TK: Chosen experts, int64, contiguous; -1 for none.
             weights_TK: Their weights, float32, contiguous.
             alignment: Rows to whose multiple each expert's group is padded.
 
         Returns:
-            The rows ``(M, D)``, their weights, the handle, and what :meth:`in_expert_order` needs of the layout.
+            The rows ``(M, D)``, rounded if they were sent so, their weights, the handle, and what
+            :meth:`in_expert_order` needs of the layout.
         """
 
     @abstractmethod
     def in_expert_order(
-        self, x_MD: Tensor, weights: Tensor, layout: Any, alignment: int
+        self, x_MD: Rows, weights: Tensor, layout: Any, alignment: int
     ) -> tuple[Tensor, Tensor, RowPlan]:
-        """Returns rows ``(R, D)`` and weights ``(R,)`` by local expert, and where they stand."""
+        """Returns rows ``(R, D)`` and weights ``(R,)`` by local expert, and where they stand.
+
+        Rounded rows become bfloat16, without a gradient.
+        """
 
     @abstractmethod
     def in_arrival_order(self, y_RD: Tensor, weights_R: Tensor | None, rows: RowPlan) -> Tensor:
         """Rows ``(M, D)`` as they came, times their weights where there are some; the reverse of the above."""
 
     @abstractmethod
-    def dispatch_again(self, x_TD: Tensor, handle: Any) -> Tensor:
+    def dispatch_again(self, x_TD: Rows, handle: Any) -> Rows:
         """Sends other values the way of an earlier dispatch; returns ``(M, D)`` in the order of that dispatch."""
 
     @abstractmethod
@@ -139,6 +148,10 @@ class Transport(ABC):
             ) from error
         finally:
             mode.fill_uninitialized_memory = fills
+
+    @staticmethod
+    def _received(rows: Any) -> Rows:
+        return FP8Rows(*rows) if isinstance(rows, tuple) else rows
 
     def _wait(self, event: Any) -> None:
         """Lets the current stream wait for an asynchronous call; what it returned cannot be read before."""

@@ -6,10 +6,12 @@ or -1 and the weights; the rows are then ordered by expert as on one device. Sha
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_moe.dispatch.deep_ep.transport import Transport
+from lightning_moe.dispatch.deep_ep.transport import Rows, Transport
+from lightning_moe.dispatch.fp8_rows import FP8Rows, expand_rows
 from lightning_moe.dispatch.permute import RowPlan, permute, plan_rows, unpermute
 
 _RANKS_PER_HOST = 8
@@ -59,8 +61,8 @@ class TransportV1(Transport):
             )
 
     def dispatch(
-        self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, alignment: int
-    ) -> tuple[Tensor, Tensor, Any, Any]:
+        self, x_TD: Rows, indices_TK: Tensor, weights_TK: Tensor, alignment: int
+    ) -> tuple[Rows, Tensor, Any, Any]:
         with self._calling("dispatch"):
             per_rank, per_host, per_expert, in_rank, event = self._buffer.get_dispatch_layout(
                 indices_TK, self.num_experts, **self._after()
@@ -78,10 +80,10 @@ class TransportV1(Transport):
             )
             self._wait(event)
         # DeepEP's host has waited for the counts already, so that rows can be planned without another wait.
-        return x_MD, weights_MK, handle, (ids_MK, counts)
+        return self._received(x_MD), weights_MK, handle, (ids_MK, counts)
 
     def in_expert_order(
-        self, x_MD: Tensor, weights: Tensor, layout: Any, alignment: int
+        self, x_MD: Rows, weights: Tensor, layout: Any, alignment: int
     ) -> tuple[Tensor, Tensor, RowPlan]:
         local_ids_MK, counts = layout
         rows = plan_rows(
@@ -93,17 +95,21 @@ class TransportV1(Transport):
         )
         # Choices of other ranks (-1) have no row: their weights are never read and their gradients are 0, as the sum
         # over ranks in combine needs.
-        rows_RD, weights_R = permute(x_MD, weights, rows)
+        if isinstance(x_MD, FP8Rows):
+            rows_RD, weights_R = expand_rows(x_MD, torch.bfloat16, rows, weights)
+            assert weights_R is not None
+        else:
+            rows_RD, weights_R = permute(x_MD, weights, rows)
         return rows_RD, weights_R, rows
 
     def in_arrival_order(self, y_RD: Tensor, weights_R: Tensor | None, rows: RowPlan) -> Tensor:
         return unpermute(y_RD, weights_R, rows)
 
-    def dispatch_again(self, x_TD: Tensor, handle: Any) -> Tensor:
+    def dispatch_again(self, x_TD: Rows, handle: Any) -> Rows:
         with self._calling("cached dispatch"):
             x_MD, *_, event = self._buffer.dispatch(x_TD, handle=handle, config=self._dispatch_config, **self._after())
             self._wait(event)
-        return x_MD
+        return self._received(x_MD)
 
     def combine(self, x_MD: Tensor, handle: Any, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         with self._calling("combine"):

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_moe.dispatch.deep_ep.transport import Transport
+from lightning_moe.dispatch.deep_ep.transport import Rows, Transport
+from lightning_moe.dispatch.fp8_rows import FP8Rows, expand_rows
 from lightning_moe.dispatch.permute import RowPlan, unpermute
 
 
@@ -30,7 +31,10 @@ class TransportV2(Transport):
         cpu_timeout: Seconds that the host waits for other ranks.
         gpu_timeout: Seconds that kernels wait for other ranks.
         asynchronous: See :class:`Transport`.
+        fp8_dispatch: Whether rounded rows are dispatched.
     """
+
+    in_order = True
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class TransportV2(Transport):
         cpu_timeout: int,
         gpu_timeout: int,
         asynchronous: bool,
+        fp8_dispatch: bool = False,
     ) -> None:
         super().__init__(group, num_experts, num_sms, asynchronous)
         self.max_tokens_per_rank = max_tokens_per_rank
@@ -56,6 +61,7 @@ class TransportV2(Transport):
                 num_max_tokens_per_rank=max_tokens_per_rank,
                 hidden=hidden_size,
                 num_topk=num_experts_per_tok,
+                use_fp8_dispatch=fp8_dispatch,
                 deterministic=torch.are_deterministic_algorithms_enabled(),
                 num_cpu_timeout_secs=cpu_timeout,
                 num_gpu_timeout_secs=gpu_timeout,
@@ -63,8 +69,8 @@ class TransportV2(Transport):
             )
 
     def dispatch(
-        self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, alignment: int
-    ) -> tuple[Tensor, Tensor, Any, Any]:
+        self, x_TD: Rows, indices_TK: Tensor, weights_TK: Tensor, alignment: int
+    ) -> tuple[Rows, Tensor, Any, Any]:
         with self._calling("dispatch"):
             x_RD, _, weights_R, handle, event = self._buffer.dispatch(
                 x_TD,
@@ -81,18 +87,19 @@ class TransportV2(Transport):
         # Each sum ends behind the real rows of its expert; the next group starts at the following multiple.
         ends_e = handle.psum_num_recv_tokens_per_expert
         offsets_e = torch.div(ends_e + (alignment - 1), alignment, rounding_mode="floor").mul_(alignment)
-        return x_RD, weights_R, handle, offsets_e.to(torch.int32)
+        return self._received(x_RD), weights_R, handle, offsets_e.to(torch.int32)
 
     def in_expert_order(
-        self, x_MD: Tensor, weights: Tensor, layout: Any, alignment: int
+        self, x_MD: Rows, weights: Tensor, layout: Any, alignment: int
     ) -> tuple[Tensor, Tensor, RowPlan]:
-        row_R = torch.arange(x_MD.shape[0], device=x_MD.device)
-        return x_MD, weights, RowPlan(row_R[:, None], row_R, layout, padded=False)
+        x_RD = expand_rows(x_MD, torch.bfloat16)[0] if isinstance(x_MD, FP8Rows) else x_MD
+        row_R = torch.arange(x_RD.shape[0], device=x_RD.device)
+        return x_RD, weights, RowPlan(row_R[:, None], row_R, layout, padded=False)
 
     def in_arrival_order(self, y_RD: Tensor, weights_R: Tensor | None, rows: RowPlan) -> Tensor:
         return y_RD if weights_R is None else unpermute(y_RD, weights_R, rows)
 
-    def dispatch_again(self, x_TD: Tensor, handle: Any) -> Tensor:
+    def dispatch_again(self, x_TD: Rows, handle: Any) -> Rows:
         with self._calling("cached dispatch"):
             x_RD, *_, event = self._buffer.dispatch(
                 x_TD,
@@ -103,7 +110,7 @@ class TransportV2(Transport):
                 **self._after(),
             )
             self._wait(event)
-        return x_RD
+        return self._received(x_RD)
 
     def combine(self, x_MD: Tensor, handle: Any, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         with self._calling("combine"):

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from lightning_moe.dispatch.local import LocalDispatcher
 from lightning_moe.models.deepseek_v3.attention import MultiHeadLatentAttention
+from lightning_moe.models.deepseek_v3.attention_backends import AttentionMask
 from lightning_moe.models.deepseek_v3.config import DeepSeekV3Config
 from lightning_moe.models.deepseek_v3.rope import Rotation
 from lightning_moe.moe.experts import GroupedExperts
@@ -61,7 +62,7 @@ class Block(nn.Module):
         self,
         x_BSD: Tensor,
         rotation: Rotation,
-        mask: Tensor | None = None,
+        mask: AttentionMask | None = None,
         *,
         valid_BS: Tensor | None = None,
         document_ids_BS: Tensor | None = None,
@@ -72,7 +73,7 @@ class Block(nn.Module):
         Args:
             x_BSD: Hidden states.
             rotation: Rotation of the positions.
-            mask: Document mask of attention, or ``None``.
+            mask: What tokens may see, or ``None`` for plain causal attention.
             valid_BS: Bool, False for tokens that must not be routed; ``None`` when all are valid.
             document_ids_BS: Documents of packed rows, for the balance loss.
             balance: Whether to compute the balance loss.
@@ -86,7 +87,7 @@ class Block(nn.Module):
         y_BSD, stats = self.mlp(normed_BSD, valid_BS, document_ids_BS=document_ids_BS, balance=balance)
         return x_BSD + y_BSD, stats
 
-    def attend(self, x_BSD: Tensor, rotation: Rotation, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def attend(self, x_BSD: Tensor, rotation: Rotation, mask: AttentionMask | None) -> tuple[Tensor, Tensor]:
         """The attention region: returns the residual stream after attention, and its norm for the feed-forward."""
         x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotation, mask)
         return x_BSD, self.post_attention_layernorm(x_BSD)

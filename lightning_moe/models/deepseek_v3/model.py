@@ -16,7 +16,7 @@ from lightning_moe.losses.linear_cross_entropy import IGNORE_INDEX, CrossEntropy
 from lightning_moe.losses.mtp import shift_sequence, shift_valid, within_documents
 from lightning_moe.metrics.mtp_accuracy import count_mtp_hits
 from lightning_moe.models.base import MoEModel, MoEModelOutput
-from lightning_moe.models.deepseek_v3.attention import document_mask
+from lightning_moe.models.deepseek_v3.attention_backends import AttentionBackend, plan_attention
 from lightning_moe.models.deepseek_v3.block import Block
 from lightning_moe.models.deepseek_v3.config import DeepSeekV3Config
 from lightning_moe.models.deepseek_v3.mtp import MultiTokenPrediction
@@ -46,11 +46,13 @@ class DeepSeekV3Model(MoEModel):
 
     Args:
         config: The architecture.
+        attention_backend: The attention kernel; ``"auto"`` for the fastest that takes what comes.
     """
 
-    def __init__(self, config: DeepSeekV3Config) -> None:
+    def __init__(self, config: DeepSeekV3Config, attention_backend: AttentionBackend = "auto") -> None:
         super().__init__()
         self.config = config
+        self.attention_backend: AttentionBackend = attention_backend
         depth = config.num_hidden_layers
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.initializer_range)
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(depth)})
@@ -115,7 +117,7 @@ class DeepSeekV3Model(MoEModel):
         embedded_BSD = self.embed_tokens(input_ids)
         accurate = torch.promote_types(embedded_BSD.dtype, torch.float32)
         rotation = rotation_of(self.config, position_ids, accurate)
-        mask = None if document_ids is None else document_mask(document_ids)
+        mask = plan_attention(self.config, embedded_BSD, document_ids, self.attention_backend)
         statistics: list[RouterStats] = []
 
         hidden_BSD = embedded_BSD

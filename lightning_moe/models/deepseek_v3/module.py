@@ -5,9 +5,16 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_moe.models.assembly import compute_dtype_of
 from lightning_moe.models.base import MoEModel
-from lightning_moe.models.deepseek_v3.attention import attention_backend
+from lightning_moe.models.deepseek_v3.attention_backends import (
+    AttentionBackend,
+    AttentionCase,
+    attention_kernels,
+    check_backend_name,
+)
 from lightning_moe.models.deepseek_v3.config import DeepSeekV3Config, YarnScaling
 from lightning_moe.models.deepseek_v3.model import DeepSeekV3Model
 from lightning_moe.models.module import MoELightningModule, MoEShape
@@ -26,6 +33,8 @@ class DeepSeekV3(MoELightningModule):
         balancing: How the load of the experts is kept even.
         mtp_loss_weight: Weight lambda of the multi-token-prediction loss: ``{from this token: value}`` or one number.
         nonfinite_gradients: ``"skip"`` leaves out a step whose gradients are not finite, ``"stop"`` also ends training.
+        attention_backend: The attention kernel. ``"auto"`` takes the fastest, by measurement, of those that can compute
+            this model here; a kernel by name is taken or refused before training.
     """
 
     def __init__(
@@ -36,8 +45,11 @@ class DeepSeekV3(MoELightningModule):
         balancing: Balancing = Balancing(),  # noqa: B008 - frozen
         mtp_loss_weight: dict[float, float] | float = {0: 0.3, 10e12: 0.1},  # noqa: B006 - never changed
         nonfinite_gradients: Literal["skip", "stop"] = "skip",
+        attention_backend: AttentionBackend = "auto",
     ) -> None:
         super().__init__(optimizer, schedule, balancing, mtp_loss_weight, nonfinite_gradients)
+        check_backend_name(attention_backend)
+        self.asked_attention: AttentionBackend = attention_backend
         self.config = _config_of(config)
         # Plain values, so that checkpoints load with weights_only=True.
         self.save_hyperparameters(
@@ -50,7 +62,23 @@ class DeepSeekV3(MoELightningModule):
 
     def build_model(self) -> MoEModel:
         """Builds the model."""
-        return DeepSeekV3Model(self.config)
+        return DeepSeekV3Model(self.config, self.asked_attention)
+
+    def setup(self, stage: str) -> None:
+        """Also refuses an attention kernel that cannot compute this, and says which one is taken."""
+        super().setup(stage)
+        strategy, data = self.trainer.strategy, getattr(self.trainer, "datamodule", None)
+        case = AttentionCase(
+            self.config.qk_head_dim,
+            self.config.v_head_dim,
+            strategy.root_device,
+            compute_dtype_of(strategy),
+            documents=bool(getattr(data, "document_mask", False)),
+        )
+        kernel = case.choose(self.asked_attention)
+        rank_zero_info(f"Attention of {case}: {case.name(kernel)}.")
+        if self.asked_attention == "auto":
+            case.warn_if_slow(kernel)
 
     def moe_shape(self) -> MoEShape:
         """Returns the model's sizes."""
@@ -65,9 +93,11 @@ class DeepSeekV3(MoELightningModule):
         )
 
     def attention_backend(self) -> str:
-        """Names the attention kernel that is used on this device."""
-        dtype = torch.get_autocast_dtype("cuda") if self.device.type == "cuda" else torch.float32
-        return attention_backend(self.config, self.device, dtype)
+        """Names the attention kernels that are used on this device, with and without documents."""
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        if self._trainer is not None:
+            dtype = compute_dtype_of(self._trainer.strategy)
+        return attention_kernels(self.config, self.device, dtype, self.asked_attention)
 
 
 def _config_of(config: Any) -> DeepSeekV3Config:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from lightning_moe.models.deepseek_v3.attention_backends import AttentionMask
 from lightning_moe.models.deepseek_v3.block import Block
 from lightning_moe.models.deepseek_v3.config import DeepSeekV3Config
 from lightning_moe.models.deepseek_v3.rope import Rotation
@@ -34,7 +35,7 @@ class MultiTokenPrediction(nn.Module):
         embedding_BSD: Tensor,
         hidden_BSD: Tensor,
         rotation: Rotation,
-        mask: Tensor | None,
+        mask: AttentionMask | None,
         *,
         valid_BS: Tensor,
         document_ids_BS: Tensor | None,
@@ -46,7 +47,7 @@ class MultiTokenPrediction(nn.Module):
             embedding_BSD: Embedding of the token this many places ahead; zero where there is none.
             hidden_BSD: Hidden states of the depth before, or of the main model.
             rotation: Rotation of the positions.
-            mask: Document mask of attention, or ``None``.
+            mask: What tokens may see, or ``None`` for plain causal attention.
             valid_BS: Bool, False where there is no token ahead; these positions are not routed.
             document_ids_BS: Documents of packed rows, for the balance loss.
             balance: Whether to compute the balance loss.

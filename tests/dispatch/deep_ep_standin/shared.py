@@ -50,6 +50,8 @@ def poison_like(tensor: Tensor) -> Tensor:
     """Values that no one may read."""
     if tensor.dtype == torch.bool:
         return ~tensor
+    if tensor.dtype == torch.uint8:
+        return torch.full_like(tensor, 0x7F)  # NaN in E4M3
     return torch.full_like(tensor, float("nan") if tensor.is_floating_point() else -7777)
 
 
@@ -65,6 +67,27 @@ def check_rows(x: Tensor) -> None:
     assert x.is_contiguous()
     assert x.dtype == torch.bfloat16
     assert x.shape[1] * x.element_size() % 16 == 0
+
+
+def split_rows(x: Any) -> tuple[Tensor, Tensor | None]:
+    """Rows to dispatch and, of those in E4M3, the scales; a row's bytes are copied whatever their meaning is."""
+    if not isinstance(x, tuple):
+        check_rows(x)
+        return x, None
+    values, scales = x
+    assert values.dim() == 2
+    assert values.is_contiguous()
+    assert values.dtype == torch.float8_e4m3fn
+    assert values.shape[1] % 128 == 0
+    assert scales.dtype == torch.float32
+    assert scales.shape == (values.shape[0], values.shape[1] // 128)
+    assert scales.is_contiguous()
+    return values.view(torch.uint8), scales
+
+
+def join_rows(values: Tensor, scales: Tensor | None) -> Any:
+    """The same kind as was given to :func:`split_rows`."""
+    return values if scales is None else (values.view(torch.float8_e4m3fn), scales)
 
 
 def check_choices(indices: Tensor, weights: Tensor, tokens: int, num_experts: int) -> None:

@@ -13,6 +13,8 @@ from tests.dispatch.deep_ep_standin.shared import (
     check_deterministic_mode,
     check_rows,
     exchange,
+    join_rows,
+    split_rows,
 )
 
 _numbers = count(1)
@@ -105,7 +107,7 @@ class Buffer:
 
     def dispatch(
         self,
-        x: Tensor,
+        x: Any,
         handle: Any = None,
         num_tokens_per_rank: Tensor | None = None,
         num_tokens_per_rdma_rank: Tensor | None = None,
@@ -119,10 +121,10 @@ class Buffer:
         previous_event: Any = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, list[int] | None, Any, EventOverlap]:
+    ) -> tuple[Any, Tensor | None, Tensor | None, list[int] | None, Any, EventOverlap]:
         self._begin(previous_event, async_finish, allocate_on_comm_stream)
-        check_rows(x)
-        assert x.shape[1] % 16 == 0
+        x, scales = split_rows(x)
+        assert x.shape[1] * x.element_size() % 32 == 0  # halved in words of 16 bytes
         channels = (config or self.get_dispatch_config(self.size)).channels
         if handle is not None:
             assert topk_idx is None
@@ -130,10 +132,14 @@ class Buffer:
             self._check_handle(handle, channels)
             in_rank = handle[4]
             assert in_rank.shape[0] == x.shape[0]
-            everyone = exchange(self.group, "cached dispatch", (x, in_rank))
+            everyone = exchange(self.group, "cached dispatch", (x, in_rank, scales))
             recv_x = torch.cat([theirs[0][theirs[1][:, self.rank]] for theirs in everyone])
             assert recv_x.shape[0] == handle[3].shape[0]
-            return recv_x, None, None, None, None, _event(async_finish, recv_x)
+            recv_scales = None
+            if scales is not None:
+                recv_scales = torch.cat([theirs[2][theirs[1][:, self.rank]] for theirs in everyone])
+            event = _event(async_finish, recv_x, recv_scales)
+            return join_rows(recv_x, recv_scales), None, None, None, None, event
 
         assert num_tokens_per_rank is not None
         assert num_tokens_per_expert is not None
@@ -145,9 +151,11 @@ class Buffer:
         assert num_experts % self.size == 0
         assert num_experts // self.size <= 128
         assert torch.equal(num_tokens_per_rank, is_token_in_rank.sum(dim=0, dtype=torch.int32))
-        self._check_room(x, channels * (config or self.get_dispatch_config(self.size)).nvl_recv, topk_idx.shape[1])
+        self._check_room(
+            x, scales, channels * (config or self.get_dispatch_config(self.size)).nvl_recv, topk_idx.shape[1]
+        )
 
-        everyone = exchange(self.group, "dispatch", (x, topk_idx, topk_weights, is_token_in_rank))
+        everyone = exchange(self.group, "dispatch", (x, topk_idx, topk_weights, is_token_in_rank, scales))
         local = num_experts // self.size
         rows = [theirs[3][:, self.rank].nonzero().flatten() for theirs in everyone]
         recv_x, ids, weights = (
@@ -165,8 +173,11 @@ class Buffer:
             is_token_in_rank,
             torch.zeros(is_token_in_rank.shape, dtype=torch.int32),
         )
-        event = _event(async_finish, recv_x, recv_ids, recv_weights, *own)
-        return recv_x, recv_ids, recv_weights, counts.tolist(), own, event
+        recv_scales = None
+        if scales is not None:
+            recv_scales = torch.cat([theirs[4][row] for theirs, row in zip(everyone, rows, strict=True)])
+        event = _event(async_finish, recv_x, recv_scales, recv_ids, recv_weights, *own)
+        return join_rows(recv_x, recv_scales), recv_ids, recv_weights, counts.tolist(), own, event
 
     def combine(
         self,
@@ -216,8 +227,8 @@ class Buffer:
             assert matrix.shape == (self.size, channels), "another number of SMs than in dispatch"
             assert bool((matrix == self.runtime).all()), "a handle of another buffer"
 
-    def _check_room(self, x: Tensor, slots: int, top_k: int) -> None:
-        row = x.shape[1] * x.element_size() + 4 + top_k * (8 + 4)
+    def _check_room(self, x: Tensor, scales: Tensor | None, slots: int, top_k: int) -> None:
+        row = x.shape[1] * x.element_size() + 4 + top_k * (8 + 4) + 4 * (0 if scales is None else scales.shape[1])
         assert self.size * slots * row <= self.num_nvl_bytes, "the buffer is too small"
 
 

@@ -13,7 +13,9 @@ from tests.dispatch.deep_ep_standin.shared import (
     check_deterministic_mode,
     check_rows,
     exchange,
+    join_rows,
     poison_like,
+    split_rows,
 )
 
 _numbers = count(1)
@@ -61,9 +63,10 @@ class ElasticBuffer:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.num_max_tokens_per_rank, self.hidden, self.num_topk = num_max_tokens_per_rank, hidden, num_topk
         self.deterministic, self.explicitly_destroy = deterministic, explicitly_destroy
+        self.use_fp8_dispatch = use_fp8_dispatch
         self.runtime: int | None = next(_numbers)
         self._shuffle = torch.Generator().manual_seed(self.rank)
-        sizes = exchange(group, "make", (num_max_tokens_per_rank, hidden, num_topk))
+        sizes = exchange(group, "make", (num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch))
         assert len(set(sizes)) == 1, f"the ranks make buffers of different sizes: {sizes}"
 
     def destroy(self) -> None:
@@ -78,7 +81,7 @@ class ElasticBuffer:
 
     def dispatch(
         self,
-        x: Tensor,
+        x: Any,
         topk_idx: Tensor | None = None,
         topk_weights: Tensor | None = None,
         cumulative_local_expert_recv_stats: Tensor | None = None,
@@ -97,9 +100,10 @@ class ElasticBuffer:
         do_expand: bool = False,
         do_zero_padding: bool = False,
         use_tma_aligned_col_major_sf: bool = False,
-    ) -> tuple[Tensor, None, Tensor | None, EPHandle, Event | NoEvent]:
+    ) -> tuple[Any, None, Tensor | None, EPHandle, Event | NoEvent]:
         self._begin(previous_event, allocate_on_comm_stream)
-        check_rows(x)
+        x, scales = split_rows(x)
+        assert self.use_fp8_dispatch == (scales is not None), "the buffer has the size of other rows"
         assert do_expand, "this stand-in has the expanding layout only"
         if num_sms == 0:
             raise ZeroDivisionError("the number of SMs is guessed from the speed of a network that is not there")
@@ -110,7 +114,7 @@ class ElasticBuffer:
             self._check_handle(handle)
             assert num_sms == handle.num_sms
             assert handle.topk_idx.shape[0] == x.shape[0]
-            sent = exchange(self.group, "cached dispatch", (x, topk_weights))
+            sent = exchange(self.group, "cached dispatch", (x, topk_weights, scales))
             new = []
         else:
             assert topk_idx is not None
@@ -120,28 +124,35 @@ class ElasticBuffer:
             assert num_experts % self.size == 0
             assert topk_idx.shape[1] <= self.num_topk
             self._check_distinct(topk_idx)
-            everyone = exchange(self.group, "dispatch", (x, topk_weights, topk_idx))
-            sent = [theirs[:2] for theirs in everyone]
-            indices = [theirs[2] for theirs in everyone]
+            everyone = exchange(self.group, "dispatch", (x, topk_weights, scales, topk_idx))
+            sent = [theirs[:3] for theirs in everyone]
+            indices = [theirs[3] for theirs in everyone]
             handle = self._plan(indices, topk_idx, num_experts, expert_alignment or 1, num_sms)
             new = [value for value in vars(handle).values() if isinstance(value, Tensor)]
 
         recv_x = poison_like(torch.empty(handle.num_expanded_tokens, self.hidden, dtype=x.dtype))
+        recv_scales = None
+        if scales is not None:
+            recv_scales = poison_like(torch.empty(handle.num_expanded_tokens, scales.shape[1]))
         recv_weights = poison_like(torch.empty(handle.num_expanded_tokens))
         source_and_token, slots = handle.recv_src_metadata[:, 0].long(), handle.recv_src_metadata[:, 2:].long()
         if do_zero_padding:
             padding = torch.ones(handle.num_expanded_tokens, dtype=torch.bool)
             padding[slots[slots >= 0]] = False
             recv_x[padding], recv_weights[padding] = 0, 0
-        for rank, (their_x, their_weights) in enumerate(sent):
+            if recv_scales is not None:
+                recv_scales[padding] = 0
+        for rank, (their_x, their_weights, their_scales) in enumerate(sent):
             from_rank = source_and_token // self.num_max_tokens_per_rank == rank
             row, k = (slots[from_rank] >= 0).nonzero(as_tuple=True)
             token = (source_and_token[from_rank] % self.num_max_tokens_per_rank)[row]
             recv_x[slots[from_rank][row, k]] = their_x[token]
+            if recv_scales is not None:
+                recv_scales[slots[from_rank][row, k]] = their_scales[token]
             if their_weights is not None:
                 recv_weights[slots[from_rank][row, k]] = their_weights[token, k]
-        event = _event(async_with_compute_stream, recv_x, recv_weights, *new)
-        return recv_x, None, None if topk_weights is None else recv_weights, handle, event
+        event = _event(async_with_compute_stream, recv_x, recv_scales, recv_weights, *new)
+        return join_rows(recv_x, recv_scales), None, None if topk_weights is None else recv_weights, handle, event
 
     def combine(
         self,
