@@ -256,7 +256,7 @@ def measure_all(
             rows.append(row)
             for name in [name for name in OF_PART[part] if name in arguments.precision]:
                 repeats = min(arguments.repeats, 2) if name == SLOW else arguments.repeats
-                attempted = partial(
+                attempted: Callable[[], Result] = partial(
                     attempt, f"{shape_name}, {what}", name, partial(measure, shape, device, repeats, name), console
                 )
                 if name == SLOW:
@@ -264,8 +264,8 @@ def measure_all(
                 else:
                     row["results"][name] = attempted()
             written(rows)
-    for row, attempted in later:
-        row["results"][SLOW] = attempted()
+    for row, slow in later:
+        row["results"][SLOW] = slow()
         written(rows)
     return rows
 

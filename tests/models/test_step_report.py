@@ -31,6 +31,11 @@ from tests.strategies.training import Rows
 aten = torch.ops.aten
 
 
+def present(value: Tensor | None) -> Tensor:
+    assert value is not None
+    return value
+
+
 class Kept(Callback):
     """Keeps what the model returned for each micro-batch, and compares what is logged with what follows from it."""
 
@@ -68,7 +73,7 @@ class Kept(Callback):
         mtp = self._summed([torch.stack(output.mtp_losses) for output in self.outputs])
         mtp_tokens = self._summed([torch.stack(output.mtp_num_tokens) for output in self.outputs])
         total = [
-            output.loss + torch.stack(output.mtp_losses).mean() * 0.3 + output.balance_loss * 1e-4
+            present(output.loss) + torch.stack(output.mtp_losses).mean() * 0.3 + present(output.balance_loss) * 1e-4
             for output in self.outputs
         ]
         accuracy = MTPAccuracy(1)
@@ -116,7 +121,9 @@ class PoisonedStep(DeepSeekV3):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.global_step == 1:
-            next(parameter for parameter in self.parameters() if parameter.grad is not None).grad.mul_(float("inf"))
+            present(next(filter(lambda gradient: gradient is not None, (p.grad for p in self.parameters())))).mul_(
+                float("inf")
+            )
 
 
 def compare_logged_values(world_size: int) -> None:
@@ -127,7 +134,7 @@ def compare_logged_values(world_size: int) -> None:
         kept.norms.append(scale_and_clip(*args))
         return kept.norms[-1]
 
-    training_module.scale_and_clip = keep_norm
+    training_module.scale_and_clip = keep_norm  # type: ignore[assignment]
     try:
         trainer = make_trainer(
             devices=world_size,
@@ -217,7 +224,7 @@ class WorkOfSteps(Callback):
 class LogsTensors(DeepSeekV3):
     """Of a plain number Lightning makes a tensor of the device, for which the host waits; that is not counted here."""
 
-    def log(self, name: str, value: Any, **kwargs: Any) -> None:
+    def log(self, name: str, value: Any, **kwargs: Any) -> None:  # type: ignore[override]
         assert isinstance(value, Tensor), name
         super().log(name, value, **kwargs)
 

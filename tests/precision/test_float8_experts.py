@@ -30,7 +30,7 @@ OFFSETS = torch.tensor([16, 64, 64, 256], dtype=torch.int32)  # groups of 1 and 
 PADDING = [*range(1, 16), *range(60, 64)]
 NAMES = ("forward", "rows", "gate_up", "down", "weights")
 EXACT = GroupedExperts(EXPERTS, HIDDEN, WIDTH)
-Case = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
+Case = tuple[Any, Any, Any, Any, Any]  # rows, gate_up, down, weights or None, gradient
 
 
 def case(weighted: bool = True) -> Case:
@@ -148,7 +148,7 @@ def test_near_float64(in_high_precision: bool, weighted: bool) -> None:
 def test_the_separate_multiplications_agree_up_to_rounding_in_between(in_high_precision: bool) -> None:
     recipe, given = fp8_rowwise(wgrad_in_high_precision=in_high_precision), case()
     experts = copy.deepcopy(EXACT)
-    experts.grouped_mm = emulated_grouped_mm(recipe)  # type: ignore[method-assign]
+    experts.grouped_mm = emulated_grouped_mm(recipe)  # type: ignore[method-assign, assignment]
     for name, one, other in zip(NAMES, run(float8_experts(recipe), given), run(experts.compute, given), strict=True):
         assert sqnr(one, other) > 30, name
 
@@ -187,7 +187,8 @@ def test_no_rows() -> None:
     leaves = [tensor.requires_grad_() for tensor in (inputs[0][:0].clone(), *inputs[1:])]
     offsets = torch.zeros(EXPERTS, dtype=torch.int32)
     assert weights is not None
-    out = float8_experts(fp8_rowwise())(*leaves, offsets, weights[:0])
+    rows, gate_up, down = leaves
+    out = float8_experts(fp8_rowwise())(rows, gate_up, down, offsets, weights[:0])
     assert out.shape == (0, HIDDEN)
     out.sum().backward()
     assert [leaf.grad.count_nonzero().item() for leaf in leaves if leaf.grad is not None] == [0, 0, 0]
@@ -200,11 +201,13 @@ def test_other_dtypes_are_cast_and_gradients_are_made_as_asked() -> None:
     expected = run(compute, given)
     for wanted in range(3):
         leaves = [tensor.detach().requires_grad_(index == wanted) for index, tensor in enumerate(inputs)]
-        out = compute(*leaves, OFFSETS, weights)
+        rows, gate_up, down = leaves
+        out = compute(rows, gate_up, down, OFFSETS, weights)
         (gradient,) = torch.autograd.grad(out, leaves[wanted], grad)
         assert torch.equal(gradient, expected[1 + wanted])
     with torch.inference_mode():
-        assert torch.equal(compute(*inputs, OFFSETS, weights), expected[0])
+        rows, gate_up, down = inputs
+        assert torch.equal(compute(rows, gate_up, down, OFFSETS, weights), expected[0])
 
 
 def test_no_more_is_kept_than_rows_and_gate_and_up() -> None:
@@ -212,7 +215,8 @@ def test_no_more_is_kept_than_rows_and_gate_and_up() -> None:
     leaves = [tensor.requires_grad_() for tensor in inputs]
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):  # type: ignore[func-returns-value]
-        float8_experts(fp8_rowwise())(*leaves, OFFSETS, weights)
+        rows, gate_up, down = leaves
+        float8_experts(fp8_rowwise())(rows, gate_up, down, OFFSETS, weights)
     assert kept[0] is leaves[0] or kept[0].data_ptr() == leaves[0].data_ptr()  # so that layers need not keep it
     given = sum(tensor.numel() for tensor in (*leaves, OFFSETS, weights) if tensor is not None)
     assert sum(tensor.numel() for tensor in kept) == given + 256 * 2 * WIDTH
@@ -306,10 +310,14 @@ def test_layers_make_rows_once_more_instead_of_keeping_them() -> None:
 
         def watched(*args: Any, make: Any = make, shapes: list[torch.Size] = shapes) -> Any:
             dispatched = make(*args)
-            again = dispatched.make_rows_again
-            return dispatched._replace(make_rows_again=lambda: shapes.append(dispatched.rows_RD.shape) or again())
 
-        layer.dispatcher.dispatch = watched  # type: ignore[method-assign]
+            def again() -> Any:
+                shapes.append(dispatched.rows_RD.shape)
+                return dispatched.make_rows_again()
+
+            return dispatched._replace(make_rows_again=again)
+
+        layer.dispatcher.dispatch = watched  # type: ignore[method-assign, assignment]
         out, _ = layer(x.requires_grad_(), balance=False)
         out.float().square().mean().backward()
         assert len(shapes) == (0 if recomputed else 1)
