@@ -2,8 +2,8 @@
 
 Shapes are those of the 16B model (64 experts, 16,384 tokens) and of one of 32 expert-parallel devices of the 671B model
 (8 experts, 8,192 rows each). All is compiled as in training; times are medians, and quantisation is part of them. What
-cannot run is left out with the reason. "fp8 rowwise" experts have fused casts; those that torchao makes are a row of
-their own. The record is written after each row.
+cannot run is left out with the reason. "fp8 rowwise" has fused casts; what torchao makes of it is a row of its own. The
+record is written after each row.
 
     python benchmarks/precision.py                              (one GPU and torchao; some minutes)
     python benchmarks/precision.py --part experts --shape 671b_ep32
@@ -35,9 +35,9 @@ from lightning_moe.models.deepseek_v3.rope import rotation_of
 from lightning_moe.moe.experts import GroupedExperts
 from lightning_moe.moe.feed_forward import Linear
 from lightning_moe.precision.casting import cast_on_use
-from lightning_moe.precision.conversion import multiplication_of
+from lightning_moe.precision.conversion import multiplication_of, recipe_of
 from lightning_moe.precision.plugin import BlockwiseFP8Precision, Float8Precision, MXFP8Precision, QuantisedPrecision
-from lightning_moe.precision.torchao_ops import torchao_version
+from lightning_moe.precision.torchao_ops import torchao_linear, torchao_version
 from lightning_moe.strategies.regions import apply_to_regions
 
 
@@ -100,7 +100,7 @@ TORCHAO = "fp8 rowwise torchao"
 SLOW = "mxfp8 emulated"  # measured last, and few times
 OF_PART = {
     "experts": ("bf16", "fp8 rowwise", "fp8 rowwise, bf16 wgrad", TORCHAO, "fp8 blockwise", "mxfp8", SLOW),
-    "linears": ("bf16", "fp8 rowwise", "fp8 tensorwise linears", "fp8 blockwise linears", "mxfp8", SLOW),
+    "linears": ("bf16", "fp8 rowwise", TORCHAO, "fp8 tensorwise linears", "fp8 blockwise linears", "mxfp8", SLOW),
     "block": tuple(PLUGINS),
 }
 Result = dict[str, Any]
@@ -154,10 +154,17 @@ def convert(module: nn.Module, name: str, shape: Shape, x: Tensor) -> None:
     if made.report is None or not made.report.converted:
         outcomes = [] if made.report is None else [outcome for _, _, outcome in made.report.entries]
         raise ValueError("; ".join(outcomes))
-    if name == TORCHAO:  # what has another function in the place of grouped_mm multiplies by that, and casts in between
+    if name == TORCHAO:
         for part in module.modules():
-            if isinstance(part, GroupedExperts):
+            recipe = recipe_of(part)
+            if isinstance(part, GroupedExperts):  # with a grouped_mm of their own they multiply by that
                 part.grouped_mm = multiplication_of(part)  # type: ignore[method-assign, assignment]
+            elif isinstance(part, nn.Linear) and recipe is not None:
+                part.forward = partial(_multiply_by_torchao, part, torchao_linear(recipe))  # type: ignore[method-assign]
+
+
+def _multiply_by_torchao(linear: nn.Linear, multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
+    return multiply(x, linear.weight)
 
 
 def measure_experts(shape: Shape, device: torch.device, repeats: int, name: str) -> Result:
@@ -214,7 +221,7 @@ def _with_rate(result: Result, flops: float) -> Result:
 
 def attempt(what: str, name: str, measure: Callable[[], Result], console: Console) -> Result:
     """A measurement, or the reason why there is none."""
-    torch._inductor.config.emulate_precision_casts = False  # rowwise linears turn it on, for themselves
+    torch._inductor.config.emulate_precision_casts = False  # torchao's rowwise linears turn it on, for themselves
     try:
         result = measure()
         console.print(f"  {what}, {name}: {result['ms']:.3f} ms", highlight=False)

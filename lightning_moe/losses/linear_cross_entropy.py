@@ -133,7 +133,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses, grad_logits = _cross_entropy(
                 logits, labels, with_gradient, None if predictions_T is None else predictions_T[chunk]
             )
-            loss += losses.sum()
+            loss = loss + losses.sum()  # not in place: compiled by PyTorch 2.11, all gradients would be 0
             if grad_hidden_TD is not None:
                 torch.mm(grad_logits, weight_VD, out=grad_hidden_TD[chunk])
             if grad_weight_VD is not None:

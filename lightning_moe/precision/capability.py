@@ -104,7 +104,7 @@ def _why_not_fp8(name: RecipeName, kind: Kind, machine: Machine) -> str | None:
         return None if machine.triton else "triton is not installed"
     if capability is None or capability < (8, 9):
         return f"FP8 needs a GPU of compute capability 8.9 or newer, and {_gpu(machine)}"
-    return None
+    return "triton is not installed" if name == "fp8_rowwise" and not machine.triton else None
 
 
 def _why_not_blockwise(kind: Kind, machine: Machine) -> str | None:

@@ -1,4 +1,4 @@
-"""The casts of :mod:`.float8_experts` in plain PyTorch, for any device: what the Triton kernels have to compute.
+"""The casts of FP8 linears and experts in plain PyTorch, for any device: what the Triton kernels have to compute.
 
 A power-of-two scale is the least by which 448 holds the largest magnitude of what shares it. It is NaN where that is
 not finite, so that a product with it is NaN as a whole; what is all zero stays exactly zero.
@@ -8,10 +8,12 @@ E4M3, scales float32.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_moe.precision.quantisation import scale_of
 
+ROW_MULTIPLE = 16  # of what is summed over, which FP8 multiplications demand
 _E4M3 = torch.float8_e4m3fn
 
 
@@ -52,6 +54,22 @@ def quantise_columns(
         values.append(values_NR)
         scales.append(scale_N)
     return (torch.cat(values, dim=1), torch.stack(scales)), quantise_rows(x_RN) if of_rows else None
+
+
+def quantise_whole_columns(
+    x_MN: Tensor, *, of_rows: bool = False
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+    """Quantises each column over all rows, and transposes; zeros are added up to a multiple of 16 rows.
+
+    Args:
+        x_MN: Any number ``M`` of rows, contiguous.
+        of_rows: Whether to quantise each row too.
+
+    Returns:
+        Values ``(N, M rounded up)`` and scales ``(N,)``; and what :func:`quantise_rows` returns, or ``None``.
+    """
+    columns = quantise_rows(F.pad(x_MN.T, (0, -x_MN.shape[0] % ROW_MULTIPLE)))
+    return columns, quantise_rows(x_MN) if of_rows else None
 
 
 def quantise_weight_columns(weight_eNK: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from lightning_moe.precision.float8_casts import groups_of
+from lightning_moe.precision.float8_linear import Quantised, casts_for, multiply_quantised
 from lightning_moe.precision.recipes import Recipe
 
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-Quantised = tuple[Tensor, Tensor]
 
 
 @functools.cache
@@ -61,7 +61,7 @@ def _float8_experts(
     """The result, and gate and up of each row, which backward needs."""
     if rows_RD.shape[0] == 0:  # a kernel over nothing cannot be launched
         return rows_RD.new_empty(rows_RD.shape), rows_RD.new_empty(0, gate_up_proj.shape[1])
-    casts = _casts_for(rows_RD)
+    casts = casts_for(rows_RD)
     gate_up_R2F = _grouped_mm(
         casts.quantise_rows(rows_RD.contiguous()), _quantise_weight(gate_up_proj.contiguous()), offsets_e
     )
@@ -105,7 +105,7 @@ def _float8_experts_backward(
         if weights_R is not None:
             no_weights = weights_R.new_empty(weights_R.shape)
         return grad_rows, grad_gate_up_proj, grad_down_proj, no_weights
-    casts = _casts_for(grad_RD)
+    casts = casts_for(grad_RD)
     grad_RD, weights_R = grad_RD.contiguous(), _contiguous(weights_R)
     quantises_columns = of_parameters and not in_high_precision
     grad_columns: Quantised | None = None
@@ -201,18 +201,8 @@ def _backward(ctx: Any, grad_RD: Tensor | None, _: Tensor | None) -> tuple[Tenso
 _float8_experts.register_autograd(_backward, setup_context=_save)
 
 
-def _casts_for(rows: Tensor) -> Any:
-    if rows.device.type == "cuda":
-        from lightning_moe.precision import float8_kernel
-
-        return float8_kernel
-    from lightning_moe.precision import float8_casts
-
-    return float8_casts
-
-
 def _quantise_weight(weight_eNK: Tensor) -> Quantised:
-    values, scale = _casts_for(weight_eNK).quantise_rows(weight_eNK.flatten(0, 1))
+    values, scale = casts_for(weight_eNK).quantise_rows(weight_eNK.flatten(0, 1))
     return values.view(weight_eNK.shape), scale.view(weight_eNK.shape[:2])
 
 
@@ -229,9 +219,10 @@ def _grouped_mm(a: Quantised, b: Quantised, offsets_e: Tensor) -> Tensor:
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
         )
-    a_RK, b_eNK = a_RK.float() * a_scale_R[:, None], b_eNK.float() * b_scale_eN[:, :, None]
-    groups = groups_of(offsets_e)
-    return torch.cat([a_RK[group] @ b_NK.T for group, b_NK in zip(groups, b_eNK, strict=True)]).to(torch.bfloat16)
+    groups = zip(groups_of(offsets_e), b_eNK, b_scale_eN, strict=True)
+    return torch.cat(
+        [multiply_quantised((a_RK[rows], a_scale_R[rows]), (b_NK, b_scale_N)) for rows, b_NK, b_scale_N in groups]
+    )
 
 
 def _grouped_outer(a: Any, b: Any, offsets_e: Tensor) -> Tensor:
@@ -250,9 +241,13 @@ def _grouped_outer(a: Any, b: Any, offsets_e: Tensor) -> Tensor:
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
         )
-    a_NR, b_KR = a_NR.float(), b_KR.float()
-    products = torch.stack([a_NR[:, group] @ b_KR[:, group].T for group in groups_of(offsets_e)])
-    return (products * a_scale_eN[:, :, None] * b_scale_eK[:, None, :]).to(torch.bfloat16)
+    groups = zip(groups_of(offsets_e), a_scale_eN, b_scale_eK, strict=True)
+    return torch.stack(
+        [
+            multiply_quantised((a_NR[:, rows], a_scale_N), (b_KR[:, rows], b_scale_K))
+            for rows, a_scale_N, b_scale_K in groups
+        ]
+    )
 
 
 def _contiguous(weights_R: Tensor | None) -> Tensor | None:

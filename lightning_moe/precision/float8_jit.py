@@ -1,4 +1,4 @@
-"""What the Triton kernels of FP8 experts share: scales, E4M3, tiles that stay within a group, and transposed stores."""
+"""What the Triton kernels of FP8 share: scales, E4M3, tiles that stay within a group, and transposed stores."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Triton kernels that cast what experts multiply to E4M3 with power-of-two scales, each in as few passes as there are.
+"""Triton kernels that cast what is multiplied to E4M3 with power-of-two scales, each in as few passes as there are.
 
 The functions and their results are those of :mod:`.float8_casts`, which says what each one does. What is summed over
 rows is quantised by columns within a group, and written transposed: one pass for the largest magnitudes, by atomic
@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_moe.precision.float8_casts import ROW_MULTIPLE
 from lightning_moe.precision.float8_jit import (
     CASTS_IN_HARDWARE,
     groups_of_tile,
@@ -27,6 +28,7 @@ __all__ = [
     "quantise_columns",
     "quantise_rows",
     "quantise_weight_columns",
+    "quantise_whole_columns",
     "swiglu_backward_columns",
     "swiglu_backward_rows",
     "swiglu_rows",
@@ -67,6 +69,7 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
     offsets_ptr,
     row_amax_ptr,
     column_amax_ptr,
+    rows,
     width,
     groups,
     OF_ROWS: tl.constexpr,
@@ -77,7 +80,7 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
     group, group_start, within, end = locate(offsets_ptr, tl.program_id(1), groups, ROWS, GROUPS)
     first = group_start + within
     r, c = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    in_rows, in_columns = first + r < end, c < width
+    in_rows, in_columns = first + r < tl.minimum(end, rows), c < width
     at = x_ptr + first.to(tl.int64) * width + r[:, None] * width + c[None, :]
     x = tl.load(at, mask=in_rows[:, None] & in_columns[None, :], other=0.0).to(tl.float32)
     bits = magnitude_of(x)
@@ -96,6 +99,7 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     scale_ptr,
     transposed_ptr,
     column_scale_ptr,
+    rows,
     width,
     stride,
     groups,
@@ -110,7 +114,8 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     first = group_start + within
     first_column = tl.program_id(0) * COLUMNS
     r, c = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    in_rows, in_columns = first + r < end, first_column + c < width
+    in_columns = first_column + c < width
+    in_rows = first + r < tl.minimum(end, rows)  # what is transposed has more, of zeros
     inside = in_rows[:, None] & in_columns[None, :]
     place = first.to(tl.int64) * width + first_column
     x = tl.load(x_ptr + place + r[:, None] * width + c[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -129,7 +134,7 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
         column_scale_ptr,
         group * width + first_column + c,
         in_columns,
-        in_rows,
+        first + r < end,
         start,
         stride,
         first_column,
@@ -148,6 +153,18 @@ def quantise_columns(
     return _quantise_tiles(x_RN, offsets_e, x_RN.new_empty(width, rows, dtype=torch.float8_e4m3fn), of_rows)
 
 
+def quantise_whole_columns(
+    x_MN: Tensor, *, of_rows: bool = False
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+    """See :func:`.float8_casts.quantise_whole_columns`; there must be rows."""
+    rows, width = x_MN.shape
+    padded = triton.cdiv(rows, ROW_MULTIPLE) * ROW_MULTIPLE
+    end = torch.full((1,), padded, dtype=torch.int32, device=x_MN.device)
+    transposed_NM = x_MN.new_empty(width, padded, dtype=torch.float8_e4m3fn)
+    (_, scale_1N), of = _quantise_tiles(x_MN, end, transposed_NM, of_rows)
+    return (transposed_NM, scale_1N[0]), of
+
+
 def quantise_weight_columns(weight_eNK: Tensor) -> tuple[Tensor, Tensor]:
     """See :func:`.float8_casts.quantise_weight_columns`."""
     experts, rows, width = weight_eNK.shape
@@ -163,12 +180,13 @@ def _quantise_tiles(
     column_amax, column_scale = zeros_of(groups, width, x_RN)
     row_amax, values, scale_R = offsets_e, x_RN, column_scale
     if of_rows:
-        row_amax, scale_R = zeros_of(1, rows, x_RN)
-        scale_R = scale_R[0]
+        # Of whole multiples, so that the scales, which come after the magnitudes, begin where libraries can read them.
+        row_amax, scale_R = zeros_of(1, triton.cdiv(rows, ROW_MULTIPLE) * ROW_MULTIPLE, x_RN)
+        scale_R = scale_R[0, :rows]
         values = torch.empty_like(x_RN, dtype=torch.float8_e4m3fn)
     grid = (triton.cdiv(width, _COLUMNS), triton.cdiv(rows, _ROWS) + groups)
     tile = {"ROWS": _ROWS, "COLUMNS": _COLUMNS, "GROUPS": groups_of_tile(groups), "num_warps": _WARPS}
-    _amax_kernel[grid](x_RN, offsets_e, row_amax, column_amax, width, groups, OF_ROWS=of_rows, **tile)
+    _amax_kernel[grid](x_RN, offsets_e, row_amax, column_amax, rows, width, groups, OF_ROWS=of_rows, **tile)
     _transpose_kernel[grid](
         x_RN,
         offsets_e,
@@ -178,6 +196,7 @@ def _quantise_tiles(
         scale_R,
         transposed,
         column_scale,
+        rows,
         width,
         transposed.shape[-1],
         groups,

@@ -28,6 +28,7 @@ from lightning_moe.precision.conversion import (
 )
 from lightning_moe.precision.emulation import emulated_grouped_mm, emulated_linear
 from lightning_moe.precision.float8_experts import Experts, float8_experts
+from lightning_moe.precision.float8_linear import float8_linear
 from lightning_moe.precision.machine import probe
 from lightning_moe.precision.measured import fastest
 from lightning_moe.precision.recipes import Recipe, fp8_blockwise, fp8_rowwise, fp8_tensorwise, mxfp8
@@ -212,7 +213,9 @@ class QuantisedPrecision(MoEPrecision):
         multiply: Any
         compute: Experts | None = None
         how = recipe.name if torchao is not None else f"{recipe.name}, emulated"
-        if candidate.kind == "linear":
+        if candidate.kind == "linear" and torchao is not None and recipe.name == "fp8_rowwise":
+            multiply, how = float8_linear(recipe), f"{recipe.name}, fused casts"
+        elif candidate.kind == "linear":
             multiply = torchao_linear(recipe) if torchao is not None else emulated_linear(recipe)
         elif torchao is not None and recipe.name == "fp8_rowwise" and can_compute_as_one(candidate.module):
             compute, how = float8_experts(recipe), f"{recipe.name}, fused casts"

@@ -21,6 +21,7 @@ from tests.models.test_module import make_trainer
 from tests.models.tiny import randomise
 from tests.strategies import processes
 from tests.strategies.training import GradNorms, sgd
+from tests.torch_version import compiled_float64_attention
 
 FOLDER = Path(__file__).parents[2] / "examples" / "custom_moe"
 SEQUENCE = 12
@@ -212,6 +213,7 @@ def compiled(folder: Path) -> None:
     processes.save(folder / "compiled.pt", (counters["stats"]["unique_graphs"], dict(counters["graph_break"]), norms))
 
 
+@compiled_float64_attention
 def test_its_regions_compile_without_breaks(tmp_path: Path) -> None:
     processes.run(1, compiled, tmp_path)
     processes.run(1, train_and_keep, 1, [None], tmp_path)

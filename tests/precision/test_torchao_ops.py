@@ -11,6 +11,7 @@ from lightning_moe.precision.emulation import emulated_grouped_mm, emulated_line
 from lightning_moe.precision.recipes import Recipe, ScaleRule, fp8_blockwise, fp8_rowwise, fp8_tensorwise, mxfp8
 from lightning_moe.precision.torchao_ops import keep_nonfinite, torchao_grouped_mm, torchao_linear, torchao_version
 from tests.precision.sqnr import sqnr
+from tests.torch_version import fp8_rows_on_cpu
 
 pytest.importorskip("torchao")
 
@@ -29,6 +30,7 @@ def run(multiply: Callable[..., Tensor], rows: int = 96, *rest: Tensor) -> tuple
     return out.detach(), x.grad, weight.grad
 
 
+@fp8_rows_on_cpu
 @pytest.mark.parametrize("rows", [96, 50])
 @pytest.mark.parametrize("in_high_precision", [False, True])
 def test_rowwise_linears_are_bit_equal(in_high_precision: bool, rows: int) -> None:
@@ -82,7 +84,7 @@ def test_version_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torchao_version() == (0, 19)
 
 
-@pytest.mark.parametrize("recipe", [fp8_rowwise(), fp8_tensorwise()], ids=lambda r: r.name)
+@pytest.mark.parametrize("recipe", [pytest.param(fp8_rowwise(), marks=fp8_rows_on_cpu), fp8_tensorwise()])
 def test_compiled_graphs_have_no_breaks(recipe: Recipe) -> None:
     multiply = torchao_linear(recipe)
     compiled = torch.compile(multiply, fullgraph=True)

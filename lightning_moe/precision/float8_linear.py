@@ -1,0 +1,148 @@
+"""Linears in FP8 with a scale per row and column of each product, as one operator with casts of our own.
+
+On CUDA by the Triton kernels of :mod:`.float8_kernel` and torch's scaled multiplication; elsewhere in plain PyTorch
+with the same numbers, up to the order of summation. An operand is quantised by rows in one pass over memory, and the
+gradient of the output by rows and by columns in two.
+
+Kept for backward are the input and the weight in bfloat16, as without quantisation.
+
+Shapes: ``M`` rows, ``K`` inner and ``N`` outer width.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_moe.precision.recipes import Recipe
+
+Quantised = tuple[Tensor, Tensor]  # values in E4M3, and scales in float32
+
+
+@functools.cache
+def float8_linear(recipe: Recipe) -> Callable[[Tensor, Tensor], Tensor]:
+    """Returns the function ``(x (..., K), weight (N, K)) -> (..., N)`` of a recipe, differentiable in both.
+
+    On CUDA widths must be multiples of 16; rows may be any number. What comes in is cast to bfloat16, and what comes
+    out is cast back.
+
+    Args:
+        recipe: FP8 with a scale per row.
+    """
+    in_high_precision = recipe.wgrad_in_high_precision
+
+    def multiply(x: Tensor, weight_NK: Tensor) -> Tensor:
+        x_MK = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
+        out_MN = torch.ops.lightning_moe.float8_linear(x_MK, weight_NK.to(torch.bfloat16), in_high_precision)
+        return out_MN.reshape(*x.shape[:-1], weight_NK.shape[0]).to(x.dtype)
+
+    return multiply
+
+
+@torch.library.custom_op("lightning_moe::float8_linear", mutates_args=())
+def _float8_linear(x_MK: Tensor, weight_NK: Tensor, in_high_precision: bool) -> Tensor:
+    if x_MK.shape[0] == 0:  # a kernel over nothing cannot be launched
+        return x_MK.new_empty(0, weight_NK.shape[0])
+    casts = casts_for(x_MK)
+    return multiply_quantised(casts.quantise_rows(x_MK.contiguous()), casts.quantise_rows(weight_NK.contiguous()))
+
+
+@_float8_linear.register_fake
+def _(x_MK: Tensor, weight_NK: Tensor, in_high_precision: bool) -> Tensor:
+    return x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0])
+
+
+@torch.library.custom_op("lightning_moe::float8_linear_backward", mutates_args=())
+def _float8_linear_backward(
+    grad_MN: Tensor, x_MK: Tensor | None, weight_NK: Tensor | None, in_high_precision: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the input, which needs the weight, and of the weight, which needs the input; empty without them."""
+    grad_x, grad_weight = grad_MN.new_empty(0), grad_MN.new_empty(0)
+    rows, width = grad_MN.shape
+    if rows == 0:
+        if weight_NK is not None:
+            grad_x = grad_MN.new_empty(0, weight_NK.shape[1])
+        if x_MK is not None:
+            grad_weight = grad_MN.new_zeros(width, x_MK.shape[1])
+        return grad_x, grad_weight
+    casts, grad_MN = casts_for(grad_MN), grad_MN.contiguous()
+    grad: Quantised | None = None
+    if x_MK is not None and in_high_precision:
+        grad_weight = grad_MN.T @ x_MK
+    elif x_MK is not None:
+        grad_columns, grad = casts.quantise_whole_columns(grad_MN, of_rows=weight_NK is not None)
+        x_columns, _ = casts.quantise_whole_columns(x_MK.contiguous())
+        grad_weight = multiply_quantised(grad_columns, x_columns)
+        del grad_columns, x_columns
+    if weight_NK is not None:
+        if grad is None:
+            grad = casts.quantise_rows(grad_MN)
+        weight_columns, _ = casts.quantise_whole_columns(weight_NK.contiguous())
+        grad_x = multiply_quantised(grad, weight_columns)
+    return grad_x, grad_weight
+
+
+@_float8_linear_backward.register_fake
+def _(grad_MN: Tensor, x_MK: Tensor | None, weight_NK: Tensor | None, in_high_precision: bool) -> tuple[Tensor, Tensor]:
+    rows, width = grad_MN.shape
+    grad_x = grad_MN.new_empty(0) if weight_NK is None else grad_MN.new_empty(rows, weight_NK.shape[1])
+    return grad_x, grad_MN.new_empty(0) if x_MK is None else grad_MN.new_empty(width, x_MK.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x_MK, weight_NK, ctx.in_high_precision = inputs
+    of_x, of_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x_MK if of_weight else None, weight_NK if of_x else None)
+
+
+def _backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:
+    x_MK, weight_NK = ctx.saved_tensors
+    grad_x, grad_weight = torch.ops.lightning_moe.float8_linear_backward(
+        grad_MN, x_MK, weight_NK, ctx.in_high_precision
+    )
+    return None if weight_NK is None else grad_x, None if x_MK is None else grad_weight, None
+
+
+_float8_linear.register_autograd(_backward, setup_context=_save)
+
+
+def casts_for(operand: Tensor) -> Any:
+    """The module whose casts run where an operand is: Triton kernels on CUDA, :mod:`.float8_casts` elsewhere."""
+    if operand.device.type == "cuda":
+        from lightning_moe.precision import float8_kernel
+
+        return float8_kernel
+    from lightning_moe.precision import float8_casts
+
+    return float8_casts
+
+
+def multiply_quantised(a: Quantised, b: Quantised) -> Tensor:
+    """Multiplies two operands that were quantised along what is summed over.
+
+    Args:
+        a: Values ``(M, K)`` and scales ``(M,)``.
+        b: Values ``(N, K)`` and scales ``(N,)``.
+
+    Returns:
+        The product ``(M, N)`` in bfloat16.
+    """
+    (a_MK, a_scale_M), (b_NK, b_scale_N) = a, b
+    if a_MK.device.type == "cuda":
+        return _scaled_mm(a, b)
+    product_MN = (a_MK.float() * a_scale_M[:, None]) @ (b_NK.float() * b_scale_N[:, None]).T
+    return product_MN.to(torch.bfloat16)
+
+
+def _scaled_mm(a: Quantised, b: Quantised) -> Tensor:
+    (a_MK, a_scale_M), (b_NK, b_scale_N) = a, b
+    return torch._scaled_mm(
+        a_MK,
+        b_NK.T,
+        scale_a=a_scale_M[:, None],
+        scale_b=b_scale_N[None, :],
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
