@@ -1,4 +1,5 @@
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -7,6 +8,10 @@ import torch
 
 # About Lightning's own calls of jsonargparse
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+
+# Behind `nohup` or `&` Ctrl-C is ignored, by all processes that tests start too
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Written by `seed_everything` and the launchers; a later test would take them for the user's own
 _LIGHTNING_VARIABLES = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK")
