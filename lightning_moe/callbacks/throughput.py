@@ -14,6 +14,7 @@ from lightning_moe.models.base import MoEModel
 from lightning_moe.models.flops import active_matmul_parameters
 from lightning_moe.models.host_copy import HostCopy, on_host
 from lightning_moe.models.module import MoELightningModule
+from lightning_moe.models.step_report import is_logged
 
 
 class MoEThroughput(Callback):
@@ -103,7 +104,7 @@ class MoEThroughput(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Sends the memory to the host ahead of the optimizer's kernels, so that nothing waits for these."""
         device = trainer.strategy.root_device
-        if device.type == "cuda" and _is_logged(trainer, trainer.global_step + 1):
+        if device.type == "cuda" and is_logged(trainer, trainer.global_step + 1):
             largest = torch.full((), torch.cuda.max_memory_allocated(device) / 2**30, device=device)
             if trainer.world_size > 1:
                 dist.all_reduce(largest, dist.ReduceOp.MAX)  # Lightning's own makes the host wait at a barrier before
@@ -121,7 +122,7 @@ class MoEThroughput(Callback):
         if self._steps <= self.warmup_steps:
             pl_module.clock.restart(pl_module.tokens_seen)
             return
-        if not _is_logged(trainer, trainer.global_step):
+        if not is_logged(trainer, trainer.global_step):
             return
         values: dict[str, Any] = {**self._speed(trainer, pl_module, batch["input_ids"].shape[-1])}
         if self._memory is not None:
@@ -163,11 +164,6 @@ class MoEThroughput(Callback):
             f"is not counted. Time without the first {self.warmup_steps} steps, validation and checkpoints; "
             f"{trainer.world_size} device(s). {share}"
         )
-
-
-def _is_logged(trainer: Trainer, step: int) -> bool:
-    log_every_n_steps: Any = getattr(trainer, "log_every_n_steps", 1)
-    return step % max(log_every_n_steps, 1) == 0
 
 
 def _compute_dtype(trainer: Trainer) -> PeakDtype:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe.dispatch.permute import RowPlan, take_rows
+from lightning_moe.kernels import has_kernels
 from lightning_moe.precision.quantisation import round_to_element, scale_of
 
 TILE = 128
@@ -55,7 +56,7 @@ def round_rows(x_TD: Tensor) -> FP8Rows:
     Values and scales are contiguous tensors of their own; what is beyond float32's range saturates.
     """
     check_hidden_size(x_TD.shape[1])
-    if not _has_kernels(x_TD.device, x_TD.dtype):
+    if not has_kernels(x_TD.device, x_TD.dtype):
         return _round(x_TD)
     from lightning_moe.dispatch.fp8_rows_kernel import round_rows_kernel
 
@@ -79,7 +80,7 @@ def pack_rows(x_TD: Tensor, index_N: Tensor) -> Tensor:
     check_hidden_size(x_TD.shape[1])
     packed_NB = torch.empty(index_N.shape[0], row_bytes(x_TD.shape[1]), dtype=torch.uint8, device=x_TD.device)
     places = unpack_rows(packed_NB)
-    if _has_kernels(x_TD.device, x_TD.dtype):
+    if has_kernels(x_TD.device, x_TD.dtype):
         from lightning_moe.dispatch.fp8_rows_kernel import round_rows_kernel
 
         round_rows_kernel(x_TD.contiguous(), index_N, *places)
@@ -110,7 +111,7 @@ def expand_rows(
     Returns:
         The rows ``(R, D)`` and their weights ``(R,)``; without a gradient.
     """
-    if _has_kernels(rows.values_MD.device, dtype):
+    if has_kernels(rows.values_MD.device, dtype):
         from lightning_moe.dispatch.fp8_rows_kernel import expand_rows_kernel
 
         choice_of_row_R, top_k = (None, 1) if plan is None else (plan.choice_of_row_R, plan.row_of_choice_TK.shape[1])
@@ -148,7 +149,3 @@ def _round(x_TD: Tensor) -> FP8Rows:
 
 def _largest(dtype: torch.dtype) -> float:
     return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
-
-
-def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float32)

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_moe.precision.float8_jit import e4m3_code, magnitude_of, scale_of
+
 _TILE = 128
 _TILES = 8  # of a program
 _FIRST_PAST_FINITE = 0x7F800000  # magnitudes of float32 that are not finite, as integers
@@ -36,23 +38,10 @@ def _round_rows_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotati
     inside = tile < tiles
     columns = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     x = tl.load(source_ptr + source * tiles * TILE + columns, mask=inside[:, None], other=0.0).to(tl.float32)
-    bits = x.to(tl.int32, bitcast=True)
-    # As integers magnitudes have the same order, with NaN as the largest.
-    amax = tl.max(bits & 0x7FFFFFFF, axis=1)
-    finite = amax < NOT_FINITE
-    # The least power of two by which 448 = 1.75 * 2**8 holds the largest magnitude, no smaller than 2**-127
-    exponent = tl.maximum((amax >> 23) - 8 + ((amax & 0x7FFFFF) > 0x600000).to(tl.int32), 0)
-    scale = tl.where(exponent > 0, exponent << 23, 1 << 22)
-    scale = tl.where(finite, scale, 0x7FC00000).to(tl.float32, bitcast=True)
+    amax = tl.max(magnitude_of(x), axis=1)
+    scale, inverse = scale_of(amax)
     tl.store(scales_ptr + row * scales_stride + tile, scale, mask=inside)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    scaled = tl.minimum(tl.abs(x) * inverse[:, None], 448.0)
-    scaled_bits = scaled.to(tl.int32, bitcast=True)
-    # To nearest, ties to even: 3 bits of the mantissa stay; below 2**-6 adding 2**14 leaves steps of 2**-9.
-    normal = ((scaled_bits + 0x7FFFF + ((scaled_bits >> 20) & 1)) >> 20) - 960
-    subnormal = (scaled + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.where(scaled < 0.015625, subnormal, normal) | ((bits >> 24) & 0x80)
-    code = tl.where(finite[:, None], code, 0x7F)
+    code = tl.where((amax < NOT_FINITE)[:, None], e4m3_code(x * inverse[:, None]), 0x7F)
     tl.store(values_ptr + row * values_stride + columns, code.to(tl.uint8), mask=inside[:, None])
 
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_moe.kernels import has_kernels
+
 
 class RowPlan(NamedTuple):
     """Where each token's rows stand.
@@ -107,7 +109,7 @@ def copy_rows(x_TD: Tensor, plan: RowPlan) -> Tensor:
 
 
 def _copy_rows(x_TD: Tensor, row_of_choice_TK: Tensor, choice_of_row_R: Tensor, padded: bool) -> Tensor:
-    if _has_kernels(x_TD):
+    if has_kernels(x_TD.device, x_TD.dtype):
         from lightning_moe.dispatch.permute_kernel import copy_rows_kernel
 
         return copy_rows_kernel(x_TD.contiguous(), row_of_choice_TK, choice_of_row_R, padded=padded)[0]
@@ -157,10 +159,6 @@ def unpermute(y_RD: Tensor, weights_R: Tensor | None, plan: RowPlan) -> Tensor:
     return _Unpermute.apply(y_RD, weights_R, plan)
 
 
-def _has_kernels(rows: Tensor) -> bool:
-    return rows.device.type == "cuda" and rows.dtype in (torch.bfloat16, torch.float32)
-
-
 def take_rows(source: Tensor, index: Tensor, padded: bool) -> Tensor:
     """Rows of ``source``; where padding can exist, an index past the end gives zeros."""
     if padded:
@@ -170,7 +168,7 @@ def take_rows(source: Tensor, index: Tensor, padded: bool) -> Tensor:
 
 def sum_rows(source_RD: Tensor, index_TK: Tensor, padded: bool, weights_R: Tensor | None = None) -> Tensor:
     """Sums K (weighted) rows per token."""
-    if _has_kernels(source_RD):
+    if has_kernels(source_RD.device, source_RD.dtype):
         from lightning_moe.dispatch.permute_kernel import sum_rows_kernel
 
         weights_R = None if weights_R is None else weights_R.contiguous()
@@ -195,7 +193,7 @@ def gather_rows(
     grad_rows_RD: Tensor, grad_weights_R: Tensor, row_of_choice_TK: Tensor, padded: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`permute`: sums over the rows of a token ``(T, D)``, and those of the weights ``(T, K)``."""
-    if _has_kernels(grad_rows_RD):
+    if has_kernels(grad_rows_RD.device, grad_rows_RD.dtype):
         from lightning_moe.dispatch.permute_kernel import sum_rows_kernel
 
         grad_x, grad_weights = sum_rows_kernel(
@@ -213,7 +211,7 @@ class _Permute(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, plan: RowPlan) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(plan.row_of_choice_TK)
         ctx.padded = plan.padded
-        if _has_kernels(x_TD):
+        if has_kernels(x_TD.device, x_TD.dtype):
             from lightning_moe.dispatch.permute_kernel import copy_rows_kernel
 
             rows_RD, weights_R = copy_rows_kernel(
@@ -263,7 +261,7 @@ class _Unpermute(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("unpermute has no second derivative (create_graph=True).")
         y_RD, weights_R, choice_of_row_R = ctx.saved_tensors
-        if _has_kernels(y_RD):
+        if has_kernels(y_RD.device, y_RD.dtype):
             from lightning_moe.dispatch.permute_kernel import spread_kernel
 
             grad_y, grad_weights = spread_kernel(

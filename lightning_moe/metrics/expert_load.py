@@ -73,7 +73,6 @@ def expert_load_values(counts: Tensor, per_layer: bool = False) -> dict[str, Ten
 
     Returns:
         The values listed at the class, in float32.
-
     """
     load = counts.float()
     total = load.sum(dim=1)

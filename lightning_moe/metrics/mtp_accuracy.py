@@ -65,7 +65,6 @@ def mtp_accuracy_values(correct: Tensor, total: Tensor, accepted: Tensor | None 
 
     Returns:
         The values listed at the class, in float32.
-
     """
     values = {"accuracy": correct / total}
     if accepted is not None:

@@ -20,7 +20,7 @@ from lightning_moe.models.base import MoEModel, MoEModelOutput
 from lightning_moe.models.evaluation import Evaluation
 from lightning_moe.models.host_copy import HostCopy, on_host
 from lightning_moe.models.step_clock import StepClock
-from lightning_moe.models.step_report import StepReport
+from lightning_moe.models.step_report import StepReport, is_logged
 from lightning_moe.models.step_sums import StepSums
 from lightning_moe.moe.balance import Balancing, update_selection_bias
 from lightning_moe.optim.adamw import AdamW
@@ -368,12 +368,7 @@ class MoELightningModule(LightningModule):
     @property
     def _reports_this_step(self) -> bool:
         # The first step does so without being logged: what reporting takes is compiled and loaded with all else.
-        return not self._has_reported or (self.global_step + 1) % self._log_interval == 0
-
-    @property
-    def _log_interval(self) -> int:
-        trainer: Any = self.trainer
-        return max(trainer.log_every_n_steps, 1)
+        return not self._has_reported or is_logged(self.trainer, self.global_step + 1)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Ends the time that throughput leaves out after a checkpoint."""
@@ -385,7 +380,7 @@ class MoELightningModule(LightningModule):
         if "grad_norm" not in step.sums:
             return
         report, self._step_sums, self._report = self._report, StepSums(), None
-        if report is not None and self.global_step % self._log_interval == 0:
+        if report is not None and is_logged(self.trainer, self.global_step):
             self._log_step(report)
 
     def _log_step(self, report: StepReport) -> None:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +10,11 @@ from torch import Tensor
 from lightning_moe.models.evaluation import step_values
 from lightning_moe.models.host_copy import HostCopy
 from lightning_moe.models.step_sums import StepSums
+
+
+def is_logged(trainer: Any, step: int) -> bool:
+    """Returns whether a trainer logs an optimizer step, counted from 1."""
+    return step % max(getattr(trainer, "log_every_n_steps", 1), 1) == 0
 
 
 class StepReport:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_moe.kernels import has_kernels
+
 
 def swiglu(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
     """``silu(gate) * up`` of the two halves of the last dimension, times a weight for each row where there are some.
@@ -33,7 +35,7 @@ def swiglu_plain(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
 
 def swiglu_forward(gate_up_R2F: Tensor, weights_R: Tensor | None) -> Tensor:
     """SwiGLU without autograd, contiguous: by the kernel where there is one."""
-    if _has_kernels(gate_up_R2F):
+    if has_kernels(gate_up_R2F.device, gate_up_R2F.dtype):
         from lightning_moe.moe.swiglu_kernel import swiglu_kernel
 
         return swiglu_kernel(gate_up_R2F.contiguous(), _contiguous(weights_R))
@@ -54,14 +56,31 @@ def swiglu_gradients(
     Returns:
         The result or ``None``, the gradient of gate and up, and that of the weights or ``None``.
     """
-    if _has_kernels(gate_up_R2F):
+    if has_kernels(gate_up_R2F.device, gate_up_R2F.dtype):
         from lightning_moe.moe.swiglu_kernel import swiglu_backward_kernel
 
         return swiglu_backward_kernel(
             grad_RF.contiguous(), gate_up_R2F.contiguous(), _contiguous(weights_R), with_output=with_output
         )
     dtype = gate_up_R2F.dtype
-    accurate = torch.promote_types(dtype, torch.float32)
+    out_RF, grad_gate_up_R2F, grad_weights_R = swiglu_gradients_plain(grad_RF, gate_up_R2F, weights_R)
+    return out_RF.to(dtype) if with_output else None, grad_gate_up_R2F.to(dtype), grad_weights_R
+
+
+def swiglu_gradients_plain(
+    grad_RF: Tensor, gate_up_R2F: Tensor, weights_R: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What :func:`swiglu_gradients` computes, on any device; result and gradient are not rounded to the input's dtype.
+
+    Args:
+        grad_RF: Gradient of the result.
+        gate_up_R2F: Gate and up of each row.
+        weights_R: Weight of each row, or ``None`` for 1.
+
+    Returns:
+        The result and the gradient of gate and up in at least float32, and the gradient of the weights or ``None``.
+    """
+    accurate = torch.promote_types(gate_up_R2F.dtype, torch.float32)
     gate_RF, up_RF = gate_up_R2F.to(accurate).chunk(2, dim=-1)
     grad_RF = grad_RF.to(accurate)
     sigmoid_RF = gate_RF.sigmoid()
@@ -72,12 +91,7 @@ def swiglu_gradients(
         grad_weights_R = (grad_RF * out_RF).sum(dim=-1).to(weights_R.dtype)
         out_RF, grad_RF = out_RF * weights_R[:, None], grad_RF * weights_R[:, None]
     grad_gate_RF = grad_RF * up_RF * (sigmoid_RF + silu_RF * (1 - sigmoid_RF))
-    grad_gate_up_R2F = torch.cat((grad_gate_RF, grad_RF * silu_RF), dim=-1).to(dtype)
-    return out_RF.to(dtype) if with_output else None, grad_gate_up_R2F, grad_weights_R
-
-
-def _has_kernels(rows: Tensor) -> bool:
-    return rows.device.type == "cuda" and rows.dtype in (torch.bfloat16, torch.float32)
+    return out_RF, torch.cat((grad_gate_RF, grad_RF * silu_RF), dim=-1), grad_weights_R
 
 
 def _contiguous(weights_R: Tensor | None) -> Tensor | None:

@@ -56,6 +56,16 @@ def swiglu_kernel(gate_up_R2F: Tensor, weights_R: Tensor | None) -> Tensor:
 
 
 @triton.jit
+def gradients_of_swiglu(grad, gate, up, weight):  # type: ignore[no-untyped-def]
+    # The result before and after its weight, and the gradients of gate and up.
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    out = silu * up
+    weighted = grad * weight
+    return out, out * weight, weighted * up * (sigmoid + silu * (1.0 - sigmoid)), weighted * silu
+
+
+@triton.jit
 def _swiglu_backward_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     grad_ptr,
     gate_up_ptr,
@@ -81,19 +91,14 @@ def _swiglu_backward_kernel(  # type: ignore[no-untyped-def]  # Triton reads ann
         grad = tl.load(grad_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
         gate = tl.load(gate_up_ptr + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(gate_up_ptr + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
-        sigmoid = tl.sigmoid(gate)
-        silu = gate * sigmoid
-        out = silu * up
+        plain, out, grad_gate, grad_up = gradients_of_swiglu(grad, gate, up, weight)
         if WEIGHTED:
-            dot += grad * out
-            out *= weight
-            grad *= weight
-        grad_gate = grad * up * (sigmoid + silu * (1.0 - sigmoid))
+            dot += grad * plain
         element = grad_gate_up_ptr.dtype.element_ty
         if WITH_OUTPUT:
             tl.store(out_ptr + row * width + columns, out.to(element), mask=inside)
         tl.store(grad_gate_up_ptr + row * 2 * width + columns, grad_gate.to(element), mask=inside)
-        tl.store(grad_gate_up_ptr + row * 2 * width + width + columns, (grad * silu).to(element), mask=inside)
+        tl.store(grad_gate_up_ptr + row * 2 * width + width + columns, grad_up.to(element), mask=inside)
     if WEIGHTED:
         tl.store(grad_weights_ptr + row, tl.sum(dot, axis=0).to(grad_weights_ptr.dtype.element_ty))
 

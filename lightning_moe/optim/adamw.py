@@ -79,7 +79,7 @@ class AdamW(torch.optim.AdamW):
                 held = [_local(param) for param in group["params"]]
             if not all(param.is_cuda for param in held) or not {param.dtype for param in held} <= _KERNEL_DTYPES:
                 return False
-            if not all(param.is_contiguous() or _is_dense(param) for param in held):
+            if not all(_is_dense(param) for param in held):
                 return False
         return True
 

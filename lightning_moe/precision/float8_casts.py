@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_moe.moe.swiglu import swiglu_gradients_plain
 from lightning_moe.precision.quantisation import scale_of
 
 ROW_MULTIPLE = 16  # of what is summed over, which FP8 multiplications demand
@@ -115,7 +116,7 @@ def swiglu_backward_rows(
         The result ``(R, F)`` and the gradient ``(R, 2F)`` of its input in the input's dtype, that gradient as
         :func:`quantise_rows` returns it, and the gradient of the weights, or ``None``.
     """
-    out_RF, grad_gate_up, grad_weights = _swiglu_backward(grad_RF, gate_up_R2F, weights_R)
+    out_RF, grad_gate_up, grad_weights = swiglu_gradients_plain(grad_RF, gate_up_R2F, weights_R)
     dtype = gate_up_R2F.dtype
     return out_RF.to(dtype), grad_gate_up.to(dtype), quantise_rows(grad_gate_up), grad_weights
 
@@ -135,28 +136,11 @@ def swiglu_backward_columns(
         The result and the gradient of its input, each as :func:`quantise_columns` returns it, that gradient as
         :func:`quantise_rows` returns it, and the gradient of the weights, or ``None``.
     """
-    out_RF, grad_gate_up, grad_weights = _swiglu_backward(grad_RF, gate_up_R2F, weights_R)
+    out_RF, grad_gate_up, grad_weights = swiglu_gradients_plain(grad_RF, gate_up_R2F, weights_R)
     out, _ = quantise_columns(out_RF, offsets_e)
     columns, rows = quantise_columns(grad_gate_up, offsets_e, of_rows=True)
     assert rows is not None
     return out, columns, rows, grad_weights
-
-
-def _swiglu_backward(
-    grad_RF: Tensor, gate_up_R2F: Tensor, weights_R: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    gate_RF, up_RF = gate_up_R2F.float().chunk(2, dim=1)
-    grad_RF = grad_RF.float()
-    sigmoid_RF = gate_RF.sigmoid()
-    silu_RF = gate_RF * sigmoid_RF
-    out_RF = silu_RF * up_RF
-    grad_weights_R = None
-    if weights_R is not None:
-        grad_weights_R = (grad_RF * out_RF).sum(dim=1).to(weights_R.dtype)
-        weights_R1 = weights_R.float()[:, None]
-        out_RF, grad_RF = out_RF * weights_R1, grad_RF * weights_R1
-    grad_gate_RF = grad_RF * up_RF * (sigmoid_RF + silu_RF * (1.0 - sigmoid_RF))
-    return out_RF, torch.cat((grad_gate_RF, grad_RF * silu_RF), dim=1), grad_weights_R
 
 
 def zero_empty_groups(out_eNK: Tensor, offsets_e: Tensor) -> None:

@@ -28,18 +28,23 @@ def magnitude_of(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def to_e4m3(x, CASTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    if CASTS:
+    if CASTS:  # noqa: SIM108 - what is compiled, and what is computed
         code = x.to(tl.float8e4nv)
     else:
-        bits = x.to(tl.int32, bitcast=True)
-        magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), 448.0)
-        kept = magnitude.to(tl.int32, bitcast=True)
-        # Ties to even: 3 bits of the mantissa stay; below 2**-6 adding 2**14 leaves steps of 2**-9.
-        normal = ((kept + 0x7FFFF + ((kept >> 20) & 1)) >> 20) - 960
-        subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        code = tl.where(magnitude < 0.015625, subnormal, normal) | ((bits >> 24) & 0x80)
-        code = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        code = e4m3_code(x).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     return code
+
+
+@triton.jit
+def e4m3_code(x):  # type: ignore[no-untyped-def]
+    # By integers, to nearest; finite values saturate.
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), 448.0)
+    kept = magnitude.to(tl.int32, bitcast=True)
+    # Ties to even: 3 bits of the mantissa stay; below 2**-6 adding 2**14 leaves steps of 2**-9.
+    normal = ((kept + 0x7FFFF + ((kept >> 20) & 1)) >> 20) - 960
+    subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    return tl.where(magnitude < 0.015625, subnormal, normal) | ((bits >> 24) & 0x80)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_moe.moe.swiglu_kernel import gradients_of_swiglu
 from lightning_moe.precision.float8_jit import (
     CASTS_IN_HARDWARE,
     groups_of_tile,
@@ -69,16 +70,6 @@ def swiglu_rows(gate_up_R2F: Tensor, weights_R: Tensor | None) -> tuple[Tensor, 
 
 
 @triton.jit
-def _swiglu_gradients(grad, gate, up, weight):  # type: ignore[no-untyped-def]
-    # The result before and after its weight, and the gradients of gate and up.
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
-    out = silu * up
-    weighted = grad * weight
-    return out, out * weight, weighted * up * (sigmoid + silu * (1.0 - sigmoid)), weighted * silu
-
-
-@triton.jit
 def _swiglu_backward_rows_kernel(  # type: ignore[no-untyped-def]
     grad_ptr,
     gate_up_ptr,
@@ -103,7 +94,7 @@ def _swiglu_backward_rows_kernel(  # type: ignore[no-untyped-def]
     weight = 1.0
     if WEIGHTED:
         weight = tl.load(weights_ptr + row).to(tl.float32)
-    plain, out, grad_gate, grad_up = _swiglu_gradients(grad, gate, up, weight)
+    plain, out, grad_gate, grad_up = gradients_of_swiglu(grad, gate, up, weight)
     if WEIGHTED:
         tl.store(grad_weights_ptr + row, tl.sum(grad * plain, axis=0).to(grad_weights_ptr.dtype.element_ty))
     element = out_ptr.dtype.element_ty
@@ -159,7 +150,7 @@ def _load_swiglu(  # type: ignore[no-untyped-def]
     if WEIGHTED:
         weight = tl.load(weights_ptr + first + r, mask=in_rows, other=0.0).to(tl.float32)
     grad = grad.to(tl.float32)
-    plain, out, grad_gate, grad_up = _swiglu_gradients(grad, gate.to(tl.float32), up.to(tl.float32), weight[:, None])
+    plain, out, grad_gate, grad_up = gradients_of_swiglu(grad, gate.to(tl.float32), up.to(tl.float32), weight[:, None])
     return grad * plain, out, grad_gate, grad_up
 
 

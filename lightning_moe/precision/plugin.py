@@ -232,11 +232,9 @@ class QuantisedPrecision(MoEPrecision):
         if self.emulate == "always":
             return "emulate is always"
         obstacle = why_not(recipe, candidate.kind, machine)
-        in_high_precision = (recipe.name, candidate.kind) == (
-            "fp8_rowwise",
-            "grouped",
-        ) and recipe.wgrad_in_high_precision
-        if obstacle is None and in_high_precision and not can_compute_as_one(candidate.module):
+        rowwise_experts = recipe.name == "fp8_rowwise" and candidate.kind == "grouped"
+        needs_own = rowwise_experts and recipe.wgrad_in_high_precision
+        if obstacle is None and needs_own and not can_compute_as_one(candidate.module):
             return "gradients of weights in high precision need experts without a compute of their own"
         return obstacle
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from lightning_moe.kernels import has_kernels
+
 
 @torch.no_grad()
 def scale_and_clip(
@@ -57,7 +59,7 @@ def _squared_norm_here(grads: list[Tensor], like: Tensor) -> Tensor:
 
 
 def _sum_of_squares(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
-    if grads[0].device.type == "cuda" and dtype in (torch.float32, torch.bfloat16):
+    if has_kernels(grads[0].device, dtype):
         from lightning_moe.strategies.norm_kernel import sum_of_squares
 
         return sum_of_squares(grads)
