@@ -162,7 +162,7 @@ def _measure(worker: Worker, arguments: argparse.Namespace, variant: Variant, pa
     batches = [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in tokens]
     module = DeepSeekV3(shape.config, lambda params: AdamW(params, **ADAMW), mtp_loss_weight=MTP_WEIGHT)
     expert_parallel_size = 1 if variant.system in (FSDP, ONE_DEVICE) else worker.world_size
-    plugins = [Float8Precision()] if variant.precision == FLOAT8 else []
+    plugins = [Float8Precision(linears="rowwise", grouped_mm="rowwise")] if variant.precision == FLOAT8 else []
     settings: dict[str, Any] = {
         "compile": not arguments.no_compile,
         "compute_dtype": "auto" if plugins else "bfloat16",

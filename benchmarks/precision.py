@@ -1,9 +1,10 @@
 """Forward and backward in low precision against bfloat16 on one GPU: experts, linears, and a whole block with experts.
 
 Shapes are those of the 16B model (64 experts, 16,384 tokens) and of one of 32 expert-parallel devices of the 671B model
-(8 experts, 8,192 rows each). All is compiled as in training; times are medians, and quantisation is part of them. What
-cannot run is left out with the reason. "fp8 rowwise" has fused casts; what torchao makes of it is a row of its own. The
-record is written after each row.
+(8 experts, 8,192 rows each). All is compiled as in training; times are medians, and quantisation is part of them. The
+time of the kernels alone is given too: a multiplication by itself may wait for the host, which in a whole step is ahead
+of the device. What cannot run is left out with the reason. "fp8 rowwise" has fused casts; what torchao makes of it is a
+row of its own. The record is written after each row.
 
     python benchmarks/precision.py                              (one GPU and torchao; some minutes)
     python benchmarks/precision.py --part experts --shape 671b_ep32
@@ -110,7 +111,7 @@ def milliseconds(step: Callable[[], None], device: torch.device, repeats: int) -
     """Median time of a step after three that warm up, or as many as are measured if those are fewer."""
     for _ in range(min(3, repeats)):
         step()
-    times = []
+    measured = []
     for _ in range(repeats):
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -118,12 +119,29 @@ def milliseconds(step: Callable[[], None], device: torch.device, repeats: int) -
             step()
             end.record()
             torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end))
+            measured.append(begin.elapsed_time(end))
         else:
             start = time.perf_counter()
             step()
-            times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
+            measured.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(measured)
+
+
+def kernel_milliseconds(step: Callable[[], None], steps: int = 3) -> float:
+    """Mean time in a step of its kernels on a GPU, without what is between them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profiler.key_averages()) / 1e3 / steps
+
+
+def times(step: Callable[[], None], device: torch.device, repeats: int) -> Result:
+    """Median time of a step, and on a GPU that of its kernels alone."""
+    result: Result = {"ms": milliseconds(step, device, repeats)}
+    if device.type == "cuda":
+        result["kernels_ms"] = kernel_milliseconds(step, min(repeats, 3))
+    return result
 
 
 def step_of(function: Callable[..., Tensor], module: nn.Module, x: Tensor) -> Callable[[], None]:
@@ -184,7 +202,7 @@ def measure_experts(shape: Shape, device: torch.device, repeats: int, name: str)
 
     step = step_of(torch.compile(forward), experts, x)
     flops = 6 * rows * config.hidden_size * 3 * config.moe_intermediate_size
-    return _with_rate({"ms": milliseconds(step, device, repeats)}, flops)
+    return _with_rate(times(step, device, repeats), flops)
 
 
 def measure_linear(size: tuple[int, int], shape: Shape, device: torch.device, repeats: int, name: str) -> Result:
@@ -193,7 +211,7 @@ def measure_linear(size: tuple[int, int], shape: Shape, device: torch.device, re
     x = torch.randn(shape.tokens, size[0], device=device, dtype=torch.bfloat16)
     convert(nn.Sequential(linear), name, shape, x)
     step = step_of(torch.compile(linear.forward), linear, x)
-    return _with_rate({"ms": milliseconds(step, device, repeats)}, 6 * shape.tokens * size[0] * size[1])
+    return _with_rate(times(step, device, repeats), 6 * shape.tokens * size[0] * size[1])
 
 
 def measure_block(shape: Shape, device: torch.device, repeats: int, name: str) -> Result:
@@ -212,7 +230,7 @@ def measure_block(shape: Shape, device: torch.device, repeats: int, name: str) -
         return block(x, rotation, balance=False)[0]
 
     step = step_of(forward, block, hidden)
-    return {"ms": milliseconds(step, device, repeats)}
+    return times(step, device, repeats)
 
 
 def _with_rate(result: Result, flops: float) -> Result:
@@ -224,7 +242,8 @@ def attempt(what: str, name: str, measure: Callable[[], Result], console: Consol
     torch._inductor.config.emulate_precision_casts = False  # torchao's rowwise linears turn it on, for themselves
     try:
         result = measure()
-        console.print(f"  {what}, {name}: {result['ms']:.3f} ms", highlight=False)
+        kernels = f", kernels {result['kernels_ms']:.3f}" if "kernels_ms" in result else ""
+        console.print(f"  {what}, {name}: {result['ms']:.3f} ms{kernels}", highlight=False)
     except Exception as error:  # each kernel fails in a way of its own, and the others are still to be measured
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         result = {"reason": re.sub(r" for [\w.]*:", ":", reason.splitlines()[0])[:300]}
@@ -290,25 +309,30 @@ def not_in(rows: list[Result], earlier: list[Result]) -> list[Result]:
 
 
 def print_table(rows: list[Result], console: Console, title: str) -> None:
-    """Prints speeds relative to bfloat16, and why some are missing."""
+    """Prints speeds relative to bfloat16, in brackets those of the kernels alone, and why some are missing."""
     table = Table(title=title, title_justify="left")
     table.add_column("shape")
     table.add_column("forward and backward of")
-    for name in PLUGINS:
+    names = [name for name in PLUGINS if any(name in row["results"] for row in rows)]
+    for name in names:
         table.add_column(f"{name}, ms" if name == "bf16" else name, justify="right", overflow="fold")
     reasons: dict[str, set[str]] = {}
     for row in rows:
         results = row["results"]
-        base = results.get("bf16", {}).get("ms")
+        base, base_kernels = (results.get("bf16", {}).get(time) for time in ("ms", "kernels_ms"))
         cells = []
-        for name in PLUGINS:
+        for name in names:
             result = results.get(name, {})
             if "reason" in result:
                 reasons.setdefault(name, set()).add(result["reason"])
             if "ms" not in result or base is None:
                 cells.append("-")
-            else:
-                cells.append(f"{base:.2f}" if name == "bf16" else f"{base / result['ms']:.2f}x")
+                continue
+            alone = f"{base:.2f}" if name == "bf16" else f"{base / result['ms']:.2f}x"
+            if base_kernels is not None and "kernels_ms" in result:
+                kernels = result["kernels_ms"]
+                alone += f" ({kernels:.2f})" if name == "bf16" else f" ({base_kernels / kernels:.2f}x)"
+            cells.append(alone)
         table.add_row(row["shape"], row["what"], *cells)
     console.print(table)
     for name, texts in reasons.items():
@@ -345,7 +369,7 @@ def main() -> None:
             save("precision", {**record, "rows": [*not_in(rows, earlier), *rows]})
 
     rows = measure_all(arguments, device, console, written)
-    title = f"{name}: speed relative to bfloat16 (torch {torch.__version__}, torchao {torchao})"
+    title = f"{name}, torch {torch.__version__}, torchao {torchao}: speed relative to bfloat16 (of the kernels alone)"
     print_table(rows, Console(width=max(console.width, 170)), title)
     if device.type == "cuda":
         console.print("Record: benchmarks/results/precision.json")

@@ -3,6 +3,8 @@
 python benchmarks/precision_curves.py export STORE tokens.npz       (a token store, such as that of configs/tiny.yaml)
 python benchmarks/precision_curves.py train tokens.npz bf16 mxfp8
 python benchmarks/precision_curves.py plot docs/images/precision_curves.png
+
+A run on a GPU has a record of its own: ``plot docs/images/precision_curves_cuda.png --record precision_curves_cuda``.
 """
 
 import argparse
@@ -41,6 +43,7 @@ PLUGINS: dict[str, Callable[[], MoEPrecision]] = {
     "bf16": BF16Precision,
     "mxfp8": MXFP8Precision,
     "float8": lambda: Float8Precision(linears="rowwise", grouped_mm="rowwise"),
+    "float8_tensorwise": lambda: Float8Precision(linears="tensorwise", grouped_mm="rowwise"),
     "blockwise_fp8": BlockwiseFP8Precision,
 }
 
@@ -120,18 +123,21 @@ def train(file: Path, precision: str, steps: int) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     values = trainer.validate(module, DataLoader(Blocks(arrays["validation"]), batch_size=None), verbose=False)[0]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    print(f"{precision}: {steps} steps in {seconds:.0f} s on {device}, validation loss {values['val/loss']:.4f}")
+    print(
+        f"{precision}: {steps} steps in {seconds:.0f} s on {device}, validation loss {values['val/loss']:.4f}",
+        flush=True,
+    )
     return {"loss": losses.train, "validation_loss": values["val/loss"], "seconds": seconds, "device": device}
 
 
-def plot(picture: Path) -> None:
-    """Draws the curves of the record."""
+def plot(picture: Path, record: str) -> None:
+    """Draws the curves of a record."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    curves = json.loads((RESULTS / "precision_curves.json").read_text())["curves"]
+    curves = json.loads((RESULTS / f"{record}.json").read_text())["curves"]
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(8, 5), dpi=110, sharex=True, gridspec_kw={"height_ratios": [3, 1.3]}
     )
@@ -165,19 +171,21 @@ def main() -> None:
         "paths", nargs="+", help="of export: store and file; of train: file and precisions; of plot: picture"
     )
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--record", help="to write or to draw; by default precision_curves, or on a GPU with _cuda")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     first, *rest = arguments.paths
+    record = arguments.record or ("precision_curves_cuda" if torch.cuda.is_available() else "precision_curves")
     if arguments.command == "export":
         export(Path(first), Path(rest[0]), arguments.steps)
     elif arguments.command == "plot":
-        plot(Path(first))
+        plot(Path(first), record)
     else:
         curves: dict[str, Any] = {}
         for precision in rest:
             curves[precision] = train(Path(first), precision, arguments.steps)
-            save("precision_curves", {**machine(torch.get_num_threads()), "curves": curves})
+            save(record, {**machine(torch.get_num_threads()), "curves": curves})
         for name, curve in curves.items():
             last = statistics.fmean(curve["loss"][-LAST_STEPS:])
             base = curves[rest[0]]

@@ -102,14 +102,17 @@ def _cross_entropy(
     return losses, logits.to(dtype)
 
 
-def _add_outer(total_VD: Tensor, grad_logits_TV: Tensor, hidden_TD: Tensor) -> None:
-    """Adds ``grad_logits.T @ hidden`` in the total's dtype."""
+def _outer(total_VD: Tensor, grad_logits_TV: Tensor, hidden_TD: Tensor, *, add: bool) -> None:
+    """Writes ``grad_logits.T @ hidden`` in the total's dtype, or adds it."""
+    beta = int(add)  # 0: whatever there was is not read
     if total_VD.dtype == hidden_TD.dtype:
-        total_VD.addmm_(grad_logits_TV.T, hidden_TD)
+        total_VD.addmm_(grad_logits_TV.T, hidden_TD, beta=beta)
     elif total_VD.device.type == "cuda":
-        torch.addmm(total_VD, grad_logits_TV.T, hidden_TD, out_dtype=total_VD.dtype, out=total_VD)
-    else:
+        torch.addmm(total_VD, grad_logits_TV.T, hidden_TD, out_dtype=total_VD.dtype, beta=beta, out=total_VD)
+    elif add:
         total_VD += grad_logits_TV.T @ hidden_TD
+    else:
+        total_VD.copy_(grad_logits_TV.T @ hidden_TD)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -123,7 +126,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         accurate = torch.promote_types(hidden_TD.dtype, torch.float32)
         loss = torch.zeros((), dtype=accurate, device=hidden_TD.device)
         grad_hidden_TD = torch.empty_like(hidden_TD) if hidden_grad else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=accurate) if weight_grad else None
+        grad_weight_VD = torch.empty_like(weight_VD, dtype=accurate) if weight_grad else None
+        if grad_weight_VD is not None and hidden_TD.shape[0] == 0:
+            grad_weight_VD.zero_()
         predictions_T = torch.empty_like(labels_T) if predictions else None
         for start in range(0, hidden_TD.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
@@ -137,7 +142,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden_TD is not None:
                 torch.mm(grad_logits, weight_VD, out=grad_hidden_TD[chunk])
             if grad_weight_VD is not None:
-                _add_outer(grad_weight_VD, grad_logits, hidden)
+                _outer(grad_weight_VD, grad_logits, hidden, add=start > 0)
             del logits, grad_logits  # before the next chunk takes as much
         # Not saved tensors: the last backward scales them in place and gives them away.
         ctx.grads = (grad_hidden_TD, grad_weight_VD)

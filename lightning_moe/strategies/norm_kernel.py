@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 4096
-_BLOCKS_PER_PROGRAM = 16
 _BYTES_AT_ONCE = 4 * _BLOCK  # that a program has on their way
+_MANY = 2**25  # elements
 
 
 @triton.jit
@@ -28,22 +28,23 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
     """Sums the squares of all elements in float32, in an order that depends on sizes alone.
 
     Args:
-        tensors: Dense tensors of one device, of any floating-point dtypes up to float32.
+        tensors: Dense tensors of one device, in bfloat16 or float32.
 
     Returns:
         A float32 scalar.
     """
-    per_program = _BLOCK * _BLOCKS_PER_PROGRAM
-    programs = [triton.cdiv(tensor.numel(), per_program) for tensor in tensors]
+    # A program takes its blocks one after the other: of a small tensor each takes few, so that many work at once.
+    blocks = [16 if tensor.numel() > _MANY else 2 for tensor in tensors]
+    programs = [triton.cdiv(tensor.numel(), _BLOCK * count) for tensor, count in zip(tensors, blocks, strict=True)]
     partial = torch.empty(sum(programs), dtype=torch.float32, device=tensors[0].device)
-    for tensor, count, out in zip(tensors, programs, partial.split(programs), strict=True):
+    for tensor, count, per_program, out in zip(tensors, programs, blocks, partial.split(programs), strict=True):
         if count:
             _sum_of_squares_kernel[(count,)](
                 tensor,
                 out,
                 tensor.numel(),
                 BLOCK=_BLOCK,
-                BLOCKS=_BLOCKS_PER_PROGRAM,
-                AT_ONCE=max(_BYTES_AT_ONCE // (_BLOCK * tensor.element_size()), 1),
+                BLOCKS=per_program,
+                AT_ONCE=_BYTES_AT_ONCE // (_BLOCK * tensor.element_size()),
             )
     return partial.sum()

@@ -22,6 +22,7 @@ from lightning_moe.data.standard_library import LARGEST_VOCABULARY
 from lightning_moe.dispatch.deep_ep.dispatcher import DeepEPDispatcher
 from lightning_moe.dispatch.deep_ep.found import find_deep_ep
 from lightning_moe.dispatch.deep_ep.rules import estimate_buffer_bytes
+from lightning_moe.dispatch.fp8_rows import check_hidden_size
 from lightning_moe.models.base import MoEModel
 from lightning_moe.models.deepseek_v3 import DeepSeekV3
 from lightning_moe.models.deepseek_v3.attention_backends import attention_backend
@@ -312,7 +313,11 @@ class PlannedRun:
         else:
             reason = None
         name = {"deep_ep": "DeepEPDispatcher", "all_to_all": "AllToAllDispatcher"}.get(chosen, chosen)
-        self._tell("dispatcher", name if reason is None else f"{name}, because {reason}")
+        told = name if reason is None else f"{name}, because {reason}"
+        if settings.get("fp8_dispatch"):
+            check_hidden_size(self.shape.hidden_size)
+            told += ", tokens travel in E4M3"
+        self._tell("dispatcher", told)
         if name == "DeepEPDispatcher":
             self._tell_buffers(
                 group_size, num_sms, settings.get("max_tokens_per_rank") or tokens_of_forward(self.fit.datamodule)

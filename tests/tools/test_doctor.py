@@ -319,6 +319,19 @@ def test_nothing_is_built_or_written(without_gpu: None, tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+FP8_DISPATCH = [
+    "--trainer.strategy.dispatcher=lightning_moe.AllToAllDispatcher",
+    "--trainer.strategy.dispatcher.fp8_dispatch=true",
+]
+
+
+def test_dispatch_in_eight_bits(without_gpu: None, tmp_path: Path) -> None:
+    wide = [EXPERT_PARALLEL, *FP8_DISPATCH, "--model.config.hidden_size=128", "--data.global_batch_size=16"]
+    told, errors = plan(tmp_path, *wide, world_size=4)
+    assert errors == []
+    assert told["dispatcher"] == "AllToAllDispatcher, tokens travel in E4M3"
+
+
 # What cannot run here, and what the message must hold
 CANNOT: list[tuple[list[str], int | None, list[str]]] = [
     (["--trainer.accelerator=gpu"], None, ["trainer.accelerator is gpu", "no GPU", "auto or cpu"]),
@@ -330,6 +343,11 @@ CANNOT: list[tuple[list[str], int | None, list[str]]] = [
         [EXPERT_PARALLEL, "--trainer.strategy.dispatcher=lightning_moe.DeepEPDispatcher"],
         2,
         ["dispatcher is DeepEPDispatcher, but DeepEP needs GPUs", "auto or all_to_all"],
+    ),
+    (
+        [EXPERT_PARALLEL, *FP8_DISPATCH],
+        2,
+        ["model.config.hidden_size is 16, but fp8_dispatch needs a multiple of 128", "fp8_dispatch: false"],
     ),
     (
         ["--trainer.plugins+=lightning_moe.MXFP8Precision", "--trainer.plugins.emulate=never"],
