@@ -4,10 +4,12 @@ Shapes: ``B`` batch, ``S`` sequence, ``T`` = B * S tokens, ``E`` experts, ``K`` 
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_moe.kernels import has_kernels
 from lightning_moe.optim.schedules import TokenValue, check_token_value
 
 
@@ -44,9 +46,12 @@ def count_routed(indices_BSK: Tensor, n_routed_experts: int) -> Tensor:
     Returns:
         Counts ``(B, E)``, int64.
     """
+    if indices_BSK.is_cuda:
+        from lightning_moe.moe.balance_kernel import count_routed_kernel
+
+        return count_routed_kernel(indices_BSK.contiguous(), n_routed_experts)
     batch = indices_BSK.shape[0]
-    # A column more than there are experts takes the -1. Flat, because PyTorch can add to one dimension alone in a
-    # deterministic way on CUDA.
+    # A column more than there are experts takes the -1.
     width = n_routed_experts + 1
     rows = torch.arange(batch, device=indices_BSK.device)[:, None] * width
     cells = (indices_BSK.flatten(1) % width + rows).flatten()
@@ -77,10 +82,15 @@ def sequence_balance_loss(
         document_ids_BS: Document of each token, int64, counted from 0 in each row.
 
     Returns:
-        A scalar of the scores' dtype; its gradient flows through the scores only.
+        A scalar of the scores' dtype; its gradient flows through the scores only. The kernels, which compute it on
+        CUDA, have no second derivative.
     """
     batch, sequence, experts = scores_BSE.shape
     top_k = indices_BSK.shape[-1]
+    by_kernels = scores_BSE.dtype == torch.float32 and has_kernels(scores_BSE.device, scores_BSE.dtype)
+    if by_kernels and document_ids_BS is None:
+        counts_BE = count_routed(indices_BSK, experts) if counts_BE is None else counts_BE
+        return torch.ops.lightning_moe.sequence_balance(scores_BSE, indices_BSK, counts_BE)[0]
     valid_BS1 = indices_BSK[..., :1] >= 0
     shares_BSE = (scores_BSE / scores_BSE.sum(dim=-1, keepdim=True)).where(valid_BS1, 0.0)
     if document_ids_BS is None:
@@ -99,6 +109,47 @@ def sequence_balance_loss(
     lengths_Z = (counts_ZE.sum(dim=-1).to(scores_BSE.dtype) / top_k).clamp(min=1)
     frequency_TE = (counts_ZE / lengths_Z[:, None])[segments_T]
     return (frequency_TE * shares_BSE.flatten(0, 1)).sum() * (experts / top_k)
+
+
+@torch.library.custom_op("lightning_moe::sequence_balance", mutates_args=())
+def _sequence_balance(scores_BSE: Tensor, indices_BSK: Tensor, counts_BE: Tensor) -> tuple[Tensor, Tensor]:
+    """The balance loss, and its derivatives by the sums of normalised scores ``(B, E)``, which backward needs."""
+    from lightning_moe.moe.balance_kernel import sequence_balance_kernel
+
+    losses_B, slopes_BE = sequence_balance_kernel(
+        scores_BSE.contiguous(), indices_BSK.contiguous(), counts_BE.contiguous()
+    )
+    return losses_B.sum(), slopes_BE
+
+
+@_sequence_balance.register_fake
+def _(scores_BSE: Tensor, indices_BSK: Tensor, counts_BE: Tensor) -> tuple[Tensor, Tensor]:
+    return scores_BSE.new_empty(()), scores_BSE.new_empty(counts_BE.shape)
+
+
+@torch.library.custom_op("lightning_moe::sequence_balance_backward", mutates_args=())
+def _sequence_balance_backward(grad: Tensor, scores_BSE: Tensor, indices_BSK: Tensor, slopes_BE: Tensor) -> Tensor:
+    from lightning_moe.moe.balance_kernel import sequence_balance_backward_kernel
+
+    return sequence_balance_backward_kernel(grad, scores_BSE.contiguous(), indices_BSK.contiguous(), slopes_BE)
+
+
+@_sequence_balance_backward.register_fake
+def _(grad: Tensor, scores_BSE: Tensor, indices_BSK: Tensor, slopes_BE: Tensor) -> Tensor:
+    return scores_BSE.new_empty(scores_BSE.shape)
+
+
+def _save_for_balance(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+    scores_BSE, indices_BSK, _ = inputs
+    ctx.save_for_backward(scores_BSE, indices_BSK, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _balance_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+    return torch.ops.lightning_moe.sequence_balance_backward(grad, *ctx.saved_tensors), None, None
+
+
+_sequence_balance.register_autograd(_balance_backward, setup_context=_save_for_balance)
 
 
 @torch.no_grad()

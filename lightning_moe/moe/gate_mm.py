@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_moe.kernels import has_kernels
+
 
 def gate_mm(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """Returns ``x @ weight.T`` in the weight's dtype.
@@ -26,6 +28,45 @@ def gate_mm(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return F.linear(x_TD.to(weight_ED.dtype), weight_ED)
 
 
+def gate_products(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """Products of bfloat16 tokens with the three parts of the gate's weight; the logits are their sum.
+
+    Returns:
+        ``(T, 3, E)`` float32: of the middle, the high and the low part.
+    """
+    parts_PED = split_weight(weight_ED)[1:]
+    return _mm(x_TD, parts_PED.flatten(0, 1).T).unflatten(1, parts_PED.shape[:2])
+
+
+def gate_gradients(grad_T4E: Tensor, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the tokens, bfloat16, and of the gate's weight, float32.
+
+    Args:
+        grad_T4E: Gradient of the logits in bfloat16 parts ``(T, 4, E)``, contiguous: low, middle, high, and high again.
+        x_TD: Tokens, bfloat16.
+        weight_ED: Weight of the gate, float32.
+    """
+    experts = weight_ED.shape[0]
+    factors = grad_T4E.flatten(1)
+    # Middle times high, high times middle, high times high: 16 bits of each factor, for what is rounded to 8.
+    grad_x = _mm(factors[:, experts:], split_weight(weight_ED)[:3].flatten(0, 1), x_TD.dtype)
+    parts_PED = _mm(factors[:, : 3 * experts].T, x_TD).unflatten(0, (3, -1))
+    return grad_x, parts_PED.sum(dim=0)
+
+
+def split_weight(weight_ED: Tensor) -> Tensor:
+    """Bfloat16 parts ``(4, E, D)`` of a float32 weight: high, middle, high again, and low.
+
+    In this order the last three are the factors of forward, and the first three those of the tokens' gradient.
+    """
+    if has_kernels(weight_ED.device, weight_ED.dtype):
+        from lightning_moe.moe.router_kernel import split_weight_kernel
+
+        return split_weight_kernel(weight_ED.contiguous())
+    high, middle, low = _in_parts(weight_ED, 3)
+    return torch.stack((high, middle, high, low))
+
+
 def _in_parts(tensor: Tensor, parts: int) -> list[Tensor]:
     """Bfloat16 tensors that sum up to a float32 one: to 8 bits with one part, to the last bit with three."""
     taken = []
@@ -35,16 +76,17 @@ def _in_parts(tensor: Tensor, parts: int) -> list[Tensor]:
     return taken
 
 
-def _mm(a: Tensor, b: Tensor) -> Tensor:
-    """Product of bfloat16 matrices in float32."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+def _mm(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Product of bfloat16 matrices, summed in float32 and then rounded once if at all."""
+    if not a.is_cuda:
+        return (a.float() @ b.float()).to(dtype)
+    return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=dtype)
 
 
 @torch.library.custom_op("lightning_moe::gate_mm", mutates_args=())
 def _gate_mm(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    parts_PED = torch.stack(_in_parts(weight_ED, 3))
-    logits_TPE = _mm(x_TD, parts_PED.flatten(0, 1).T).unflatten(1, parts_PED.shape[:2])
-    return logits_TPE.flip(1).sum(dim=1)  # the small parts first
+    middle_TE, high_TE, low_TE = gate_products(x_TD, weight_ED).unbind(1)
+    return low_TE + middle_TE + high_TE  # the small parts first
 
 
 @_gate_mm.register_fake
@@ -55,12 +97,7 @@ def _(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 @torch.library.custom_op("lightning_moe::gate_mm_backward", mutates_args=())
 def _gate_mm_backward(grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
     high_TE, middle_TE, low_TE = _in_parts(grad_TE, 3)
-    weight_high, weight_middle = _in_parts(weight_ED, 2)
-    # 16 bits of each factor, for a gradient that is rounded to 8.
-    factors = torch.cat((middle_TE, high_TE, high_TE), dim=1)
-    grad_x = _mm(factors, torch.cat((weight_high, weight_middle, weight_high))).to(x_TD.dtype)
-    parts_PED = _mm(torch.cat((low_TE, middle_TE, high_TE), dim=1).T, x_TD).unflatten(0, (3, -1))
-    return grad_x, parts_PED.sum(dim=0)
+    return gate_gradients(torch.stack((low_TE, middle_TE, high_TE, high_TE), dim=1), x_TD, weight_ED)
 
 
 @_gate_mm_backward.register_fake
