@@ -74,7 +74,8 @@ def _float8_linear_backward(
     elif x_MK is not None:
         grad_columns, grad = casts.quantise_whole_columns(grad_MN, of_rows=weight_NK is not None)
         x_columns, _ = casts.quantise_whole_columns(x_MK.contiguous())
-        grad_weight = multiply_quantised(grad_columns, x_columns)
+        # Over all tokens, what fast accumulation cuts off adds up: 5% of a gradient of kv_b_proj were measured.
+        grad_weight = multiply_quantised(grad_columns, x_columns, fast=False)
         del grad_columns, x_columns
     if weight_NK is not None:
         if grad is None:
@@ -119,24 +120,25 @@ def casts_for(operand: Tensor) -> Any:
     return float8_casts
 
 
-def multiply_quantised(a: Quantised, b: Quantised) -> Tensor:
+def multiply_quantised(a: Quantised, b: Quantised, *, fast: bool = True) -> Tensor:
     """Multiplies two operands that were quantised along what is summed over.
 
     Args:
         a: Values ``(M, K)`` and scales ``(M,)``.
         b: Values ``(N, K)`` and scales ``(N,)``.
+        fast: Whether a GPU's matrix units may keep sums to less than float32 between a few of them.
 
     Returns:
         The product ``(M, N)`` in bfloat16.
     """
     (a_MK, a_scale_M), (b_NK, b_scale_N) = a, b
     if a_MK.device.type == "cuda":
-        return _scaled_mm(a, b)
+        return _scaled_mm(a, b, fast=fast)
     product_MN = (a_MK.float() * a_scale_M[:, None]) @ (b_NK.float() * b_scale_N[:, None]).T
     return product_MN.to(torch.bfloat16)
 
 
-def _scaled_mm(a: Quantised, b: Quantised) -> Tensor:
+def _scaled_mm(a: Quantised, b: Quantised, *, fast: bool = True) -> Tensor:
     (a_MK, a_scale_M), (b_NK, b_scale_N) = a, b
     return torch._scaled_mm(
         a_MK,
@@ -144,5 +146,5 @@ def _scaled_mm(a: Quantised, b: Quantised) -> Tensor:
         scale_a=a_scale_M[:, None],
         scale_b=b_scale_N[None, :],
         out_dtype=torch.bfloat16,
-        use_fast_accum=True,
+        use_fast_accum=fast,
     )
