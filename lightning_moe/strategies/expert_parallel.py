@@ -1,6 +1,6 @@
 """The Lightning strategy that owns expert-parallel groups."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -99,6 +99,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self.mesh: MoEMesh | None = None
         self._host_group: dist.ProcessGroup | None = None  # the default group, where that works on the host
         self.dispatchers: list[TokenDispatcher] = []
+        self._sharded: list[FSDPModule] = []
 
     @override
     def _configure_launcher(self) -> None:
@@ -269,9 +270,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         # FSDP2 cannot train parameters that it has gathered in inference mode.
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             loop.inference_mode = False
-        for module in self.lightning_module.modules() if self.lightning_module is not None else ():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # an evaluation before has left the root's parameters gathered
+        modules = self.lightning_module.modules() if self.lightning_module is not None else ()
+        self._sharded = [module for module in modules if isinstance(module, FSDPModule)]
+        self._release_gathered()
         model = getattr(self.lightning_module, "model", None)
         if not self.dispatchers and isinstance(model, MoEModel):  # assembled for a Trainer before
             self.dispatchers = list(dict.fromkeys(layer.dispatcher for _, layer in model.moe_layers()))
@@ -283,6 +284,43 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             optimizers_can = all(getattr(one, "takes_gradient_factor", False) for one in self.optimizers)
             keep_gradients_lowered(trained, as_they_come and optimizers_can)
         self.setup_precision_plugin()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a training step, on weights as they are now."""
+        self._release_gathered()
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a validation step, and leaves the weights as callbacks may change them."""
+        with self._released_around():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a test step, and leaves the weights as callbacks may change them."""
+        with self._released_around():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a prediction step, and leaves the weights as callbacks may change them."""
+        with self._released_around():
+            return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    def _released_around(self) -> Iterator[None]:
+        self._release_gathered()
+        try:
+            yield
+        finally:
+            self._release_gathered()
+
+    def _release_gathered(self) -> None:
+        """Frees what a forward pass without backward left gathered: copies that know of no change of the weights."""
+        for module in self._sharded:
+            module.reshard()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -65,6 +65,56 @@ def test_a_gradient_that_is_not_finite_on_one_rank_makes_all_skip(tmp_path: Path
         message, logged_steps = torch.load(tmp_path / f"stopped-{rank}.pt")
         assert "nonfinite_gradients: skip" in message
         assert logged_steps == 1
+
+
+class OtherWeightsInValidation(Callback):
+    """Validates with weights of its own and puts those that are trained back, as averages of weights do."""
+
+    def __init__(self) -> None:
+        self.trained: list[Tensor] = []
+        self.losses: list[float] = []
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.trained = [parameter.detach().clone() for parameter in pl_module.parameters()]
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.mul_(0.5)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.losses.append(trainer.callback_metrics["val/loss"].item())
+        with torch.no_grad():
+            for parameter, trained in zip(pl_module.parameters(), self.trained, strict=True):
+                parameter.copy_(trained)
+
+
+def validate_with_others(layout: dict[str, Any], folder: Path) -> None:
+    results = []
+    for callback in (None, OtherWeightsInValidation()):
+        seed_everything(11, verbose=False)
+        module = DeepSeekV3(CONFIG, adamw)
+        trainer = make_trainer(
+            devices=2,
+            strategy=ExpertParallelStrategy(**layout),
+            max_steps=3,
+            val_check_interval=1,
+            use_distributed_sampler=False,
+            callbacks=[callback] if callback else [],
+        )
+        loader = DataLoader(Rows(2, 8), batch_size=4)
+        trainer.fit(module, loader, DataLoader(Rows(2, 8, batches=1), batch_size=4))
+        results.append(processes.whole(module.state_dict()))
+    assert callback is not None
+    processes.save(folder / "weights.pt", (*results, callback.losses))
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_weights_that_are_exchanged_for_validation(reshard_after_forward: bool, tmp_path: Path) -> None:
+    layout = {"expert_parallel_size": 2, "reshard_after_forward": reshard_after_forward}
+    processes.run(2, validate_with_others, layout, tmp_path)
+    plain, exchanged, losses = torch.load(tmp_path / "weights.pt")
+    assert len(losses) == 3
+    for name, value in plain.items():
+        assert torch.equal(exchanged[name], value), name
 
 
 def data(store: Path) -> TokenDataModule:
