@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_moe import AdamW, DeepSeekV3, ExpertParallelStrategy
+from lightning_moe.callbacks.preemption import Preemption
 from lightning_moe.dispatch.all_to_all import AllToAllDispatcher
 from lightning_moe.dispatch.deep_ep.dispatcher import DeepEPDispatcher
 from lightning_moe.precision.plugin import Float8Precision
@@ -109,7 +110,7 @@ def fit(
         gradient_clip_val=1.0,
         log_every_n_steps=LOG_EVERY_N_STEPS,
         logger=False,
-        callbacks=callbacks,
+        callbacks=[*callbacks, Preemption()],  # as the command line has it
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

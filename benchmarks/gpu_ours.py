@@ -188,7 +188,7 @@ def _name_parts(module: DeepSeekV3) -> None:
     """Names the parts of the model where they are entered, which is outside of what is compiled."""
     model: Any = module.built_model
     _named(model.embed_tokens, "forward", "embedding")
-    _named(model, "_cross_entropy", "head")
+    _named(model.lm_head, "cross_entropies", "head")
     _named(module, "configure_gradient_clipping", "gradient norm")
     for depth in model.mtp_layers.values():
         _named(depth.eh_proj, "forward", "multi-token projection")

@@ -7,10 +7,11 @@ that a process never holds more than one whole block.
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_moe.models.base import MoEModel, init_own_weights
+from lightning_moe.models.head import Head
 from lightning_moe.moe.experts import GroupedExperts
 from lightning_moe.moe.layer import MoELayer
 from lightning_moe.strategies.mesh import MoEMesh
@@ -52,8 +53,13 @@ def shard_model(
             if isinstance(module, MoELayer):
                 unwrapped |= _shard_moe_layer(module, mesh, policy, reshard_after_forward)
         _fully_shard(block, mesh.dense_shards, policy, reshard_after_forward, ignored=unwrapped)
+        _gather_gates_with(block)
     _materialise(model, "", device, seed)
-    # Embedding, head and final norm are used at both ends of the step: kept from forward to backward.
+    # Head, embedding and final norm are used at both ends of the step: kept from forward to backward.
+    for head in [module for module in model.modules() if isinstance(module, Head)]:
+        _fully_shard(head, mesh.dense_shards, policy, reshard_after_forward=False)
+        if isinstance(head, FSDPModule):
+            register_fsdp_forward_method(head, "cross_entropies")
     _fully_shard(model, mesh.dense_shards, policy, reshard_after_forward=False, ignored=unwrapped)
 
 
@@ -77,10 +83,18 @@ def _shard_moe_layer(
     equal = all(parameter.shape[1] % shards.size(-1) == 0 for parameter in experts.parameters())
     dim = 1 if experts.num_experts < shards.size(-1) and equal else 0
     _fully_shard(experts, shards, policy, reshard_after_forward, shard_dim=dim)
-    # The gate is gathered in its own dtype: float32 whatever the compute dtype is.
+    # The gate is gathered in its own dtype: float32 whatever the compute dtype is. It is small enough to be kept.
     gate_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    _fully_shard(layer.router, mesh.dense_shards, gate_policy, reshard_after_forward)
+    _fully_shard(layer.router, mesh.dense_shards, gate_policy, reshard_after_forward=False)
     return set(experts.parameters()) if shards.size() == 1 else set()
+
+
+def _gather_gates_with(block: nn.Module) -> None:
+    """Gathers gates when the block around them is gathered: in the middle of it, ranks would wait for one another."""
+    gates: list[nn.Module] = [module.router for module in block.modules() if isinstance(module, MoELayer)]
+    sharded: list[FSDPModule] = [gate for gate in gates if isinstance(gate, FSDPModule)]
+    if isinstance(block, FSDPModule) and sharded:
+        block.set_modules_to_forward_prefetch(sharded)
 
 
 def _mark_as_slices(experts: GroupedExperts, mesh: MoEMesh) -> None:

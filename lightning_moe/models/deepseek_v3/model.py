@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from lightning_moe.losses.linear_cross_entropy import IGNORE_INDEX, CrossEntropy, linear_cross_entropy
+from lightning_moe.losses.linear_cross_entropy import IGNORE_INDEX
 from lightning_moe.losses.mtp import shift_sequence, shift_valid, within_documents
 from lightning_moe.metrics.mtp_accuracy import count_mtp_hits
 from lightning_moe.models.base import MoEModel, MoEModelOutput
@@ -22,7 +22,7 @@ from lightning_moe.models.deepseek_v3.config import DeepSeekV3Config
 from lightning_moe.models.deepseek_v3.mtp import MultiTokenPrediction
 from lightning_moe.models.deepseek_v3.rope import rotation_of
 from lightning_moe.models.flops import active_matmul_parameters, causal_attention_flops, idle_parameters
-from lightning_moe.moe.feed_forward import Linear
+from lightning_moe.models.head import Head
 from lightning_moe.moe.layer import RouterStats
 
 
@@ -60,7 +60,7 @@ class DeepSeekV3Model(MoEModel):
         self.mtp_layers = nn.ModuleDict(
             {str(i): MultiTokenPrediction(config, i) for i in range(depth, depth + config.num_nextn_predict_layers)}
         )
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, config.initializer_range)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, config.initializer_range)
 
     def blocks(self) -> Iterator[tuple[str, nn.Module]]:
         """Yields every block, first those of the main model, then those of multi-token prediction."""
@@ -158,12 +158,12 @@ class DeepSeekV3Model(MoEModel):
             )
         if document_ids is not None:
             labels = within_documents(labels, document_ids)
-        main = self._cross_entropy(normed_BSD, labels, predictions)
         targets = [shift_sequence(labels, shift, ahead_valid, IGNORE_INDEX) for _, shift, ahead_valid in ahead]
-        depths = [
-            self._cross_entropy(hidden, target, predictions)
-            for (hidden, _, _), target in zip(ahead, targets, strict=True)
-        ]
+        main, *depths = self.lm_head.cross_entropies(
+            [hidden.flatten(0, 1) for hidden in (normed_BSD, *(hidden for hidden, _, _ in ahead))],
+            [target.flatten() for target in (labels, *targets)],
+            predictions=predictions,
+        )
         output = output._replace(
             loss=main.loss,
             num_tokens=main.num_tokens,
@@ -175,9 +175,3 @@ class DeepSeekV3Model(MoEModel):
         chosen = [cast(Tensor, result.predictions_T).view_as(labels) for result in (main, *depths)]
         correct, _, accepted = count_mtp_hits(chosen[0], torch.stack(chosen[1:]), torch.stack(targets))
         return output._replace(mtp_correct=correct, mtp_accepted=accepted)
-
-    def _cross_entropy(self, hidden_BSD: Tensor, labels_BS: Tensor, predictions: bool) -> CrossEntropy:
-        # The weight is used directly, so that the logits never exist as a whole.
-        return linear_cross_entropy(
-            hidden_BSD.flatten(0, 1), self.lm_head.master_weight, labels_BS.flatten(), predictions=predictions
-        )
