@@ -258,7 +258,10 @@ def run(name: str, shape_name: str, arguments: argparse.Namespace, *more: str) -
 
 
 def run_all(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Runs every system on every shape; where memory does not suffice, once more with recomputed activations."""
+    """Runs every system on every shape; where memory does not suffice, once more with recomputed activations.
+
+    The record is written after each of them, for runs that are cut short.
+    """
     rows: list[dict[str, Any]] = []
     described: dict[str, Any] = {}
     for shape_name in arguments.shapes:
@@ -274,6 +277,7 @@ def run_all(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[s
             rows.append(row)
             shown = f"{row['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in row else row["reason"]
             print(f"{shape_name}, {name}: {shown} ({time.perf_counter() - began:.0f} s)", flush=True)
+            save(rows, described, arguments)
     return rows, described
 
 
@@ -318,9 +322,20 @@ def overheads(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def save(rows: list[dict[str, Any]], described: dict[str, Any], arguments: argparse.Namespace) -> Path:
-    """Writes the record; rows of other systems, shapes and routings that it holds from the same versions stay."""
-    path: Path = arguments.output
+def save(rows: list[dict[str, Any]], described: dict[str, Any], arguments: argparse.Namespace) -> Path | None:
+    """Writes the record, if there is one to write; rows of others that it holds from the same versions stay.
+
+    Args:
+        rows: Those of this run.
+        described: The machine.
+        arguments: Of the command line.
+
+    Returns:
+        Where it is, or ``None``.
+    """
+    path: Path | None = arguments.output
+    if path is None or all("reason" in row for row in rows):
+        return None
     measured = {(row["shape"], row["routing"], row["system"]) for row in rows}
     kept: list[dict[str, Any]] = []
     if path.exists():
@@ -331,7 +346,9 @@ def save(rows: list[dict[str, Any]], described: dict[str, Any], arguments: argpa
     dated = [{"date": described.get("date"), **row} for row in rows]
     content = {"machine": described, "settings": settings, "rows": kept + dated}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    written = path.with_suffix(".partial")
+    written.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    written.replace(path)
     return path
 
 
@@ -378,6 +395,8 @@ def main() -> None:
     more = [(arguments.through_lightning, TRAINER), (arguments.bf16_moments, BF16_MOMENTS)]
     arguments.systems += [name for asked, name in more if asked]
     arguments.systems += [system_name(name) for name in dict.fromkeys(arguments.precision)]
+    if arguments.output is None and arguments.device == "cuda":
+        arguments.output = RESULTS / "gpu_step.json"
     rows, described = run_all(arguments)
     console = Console(width=140)
     console.print(report(rows, arguments.ceiling))
@@ -386,10 +405,9 @@ def main() -> None:
         console.print(beside_bf16)
     for line in [*cannot_run(rows), *overheads(rows)]:
         console.print(line, highlight=False)
-    if arguments.output is None and arguments.device == "cuda":
-        arguments.output = RESULTS / "gpu_step.json"
-    if arguments.output is not None and any("reason" not in row for row in rows):
-        console.print(f"Record: {save(rows, described, arguments)}")
+    path = save(rows, described, arguments)  # once more, with the ratios
+    if path is not None:
+        console.print(f"Record: {path}")
 
 
 if __name__ == "__main__":

@@ -133,11 +133,13 @@ def test_auto_counts_what_was_measured_and_nothing_else() -> None:
 
     assert choice("NVIDIA H200", "linear", 7168, 7168, 16384) == "fp8_tensorwise"
     assert choice("NVIDIA H200", "linear", 16384, 7168, 65536) == "fp8_tensorwise"
-    assert choice("NVIDIA H200", "linear", 1536, 24576, 65536) == "fp8_tensorwise"
-    assert choice("NVIDIA H200", "linear", 1536, 16384, 65536) is None
+    assert choice("NVIDIA H200", "linear", 16384, 7168, 8192) == "fp8_tensorwise"
+    assert choice("NVIDIA H200", "linear", 2048, 21888, 16384) == "fp8_rowwise"
+    assert choice("NVIDIA H200", "linear", 1536, 24576, 8192) is None  # measured, and little faster
+    assert choice("NVIDIA H200", "linear", 2048, 16384, 65536) is None
     assert choice("NVIDIA H200", "linear", 7168, 7168, 8192) is None
     assert choice("NVIDIA H200", "grouped", 7168, 2048, 8192) == "fp8_rowwise"
-    assert choice("NVIDIA H200", "grouped", 2048, 1408, 1536) is None  # measured, and hardly faster
+    assert choice("NVIDIA H200", "grouped", 2048, 1408, 1536) is None  # measured, and no faster
     assert choice("NVIDIA H200", "grouped", 7168, 2048, None) is None
     assert choice("NVIDIA B200", "grouped", 7168, 2048, 65536) is None
     assert all(measurement.source for measurement in MEASUREMENTS)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_moe import DeepSeekV3, ExpertParallelStrategy, TokenDataModule
@@ -102,6 +104,11 @@ def validate_with_others(layout: dict[str, Any], folder: Path) -> None:
         )
         loader = DataLoader(Rows(2, 8), batch_size=4)
         trainer.fit(module, loader, DataLoader(Rows(2, 8, batches=1), batch_size=4))
+        # Nothing is left gathered, the head and the gates have groups of their own.
+        assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+        model: Any = module.model
+        gates = [layer.router for _, layer in model.moe_layers()]
+        assert all(isinstance(part, FSDPModule) for part in (model, model.lm_head, *model.layers.values(), *gates))
         results.append(processes.whole(module.state_dict()))
     assert callback is not None
     processes.save(folder / "weights.pt", (*results, callback.losses))
