@@ -290,8 +290,10 @@ class MoELightningModule(LightningModule):
         scale = self.trainer.accumulate_grad_batches / num_tokens.to(step.sums["loss"].dtype)
         by_value = gradient_clip_algorithm == "value" and gradient_clip_val is not None
         applied_later = not by_value and self.leaves_gradients_to_optimizer
+        # Those of the optimizer, which has the gradients: the model may have gathered copies in their place.
+        parameters = [parameter for group in bare.param_groups for parameter in group["params"]]
         norm = scale_and_clip(
-            self.built_model.parameters(),
+            parameters,
             scale,
             clip_norm,
             self.sum_over_data_ranks,
@@ -299,7 +301,7 @@ class MoELightningModule(LightningModule):
         )
         if by_value:
             assert gradient_clip_val is not None
-            torch.nn.utils.clip_grad_value_(self.built_model.parameters(), gradient_clip_val)
+            torch.nn.utils.clip_grad_value_(parameters, gradient_clip_val)
         finite = torch.isfinite(norm)
         skip_step_unless(finite, bare, on_device=scaler is None)  # a scaler overwrites what the kernel reads
         self._move_biases(finite)

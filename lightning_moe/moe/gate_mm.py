@@ -41,6 +41,8 @@ def gate_products(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 def gate_gradients(grad_T4E: Tensor, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the tokens, bfloat16, and of the gate's weight, float32.
 
+    The gradient's last three parts are multiplied with the weight's first three, its first three with the tokens.
+
     Args:
         grad_T4E: Gradient of the logits in bfloat16 parts ``(T, 4, E)``, contiguous: low, middle, high, and high again.
         x_TD: Tokens, bfloat16.
@@ -77,7 +79,7 @@ def _in_parts(tensor: Tensor, parts: int) -> list[Tensor]:
 
 
 def _mm(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Product of bfloat16 matrices, summed in float32 and then rounded once if at all."""
+    """Product of bfloat16 matrices with sums in float32, in a dtype."""
     if not a.is_cuda:
         return (a.float() @ b.float()).to(dtype)
     return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=dtype)

@@ -108,7 +108,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     x_TD, weight_ED, *_ = inputs
     scores_TE, indices_TK, _weights_TK = output
     ctx.save_for_backward(x_TD, weight_ED, scores_TE, indices_TK)
-    ctx.settings = inputs[-4], inputs[-2], inputs[-1]  # sigmoid, normalised, scale
+    *_, sigmoid, _top2, normalised, scale = inputs
+    ctx.settings = sigmoid, normalised, scale
     ctx.set_materialize_grads(False)  # without a balance loss, the scores have no gradient to read
 
 

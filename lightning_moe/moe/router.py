@@ -137,7 +137,7 @@ class Router(nn.Module):
             return False
         if not self.weight.dtype == self.e_score_correction_bias.dtype == torch.float32:
             return False
-        # They choose as this class does: another _choose, of a subclass or an instance, is asked.
+        # They choose as this class does; a subclass or an instance with a _choose of its own is asked instead.
         return type(self)._choose is Router._choose and "_choose" not in vars(self)
 
     def _choose(self, choice_TE: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_moe.models.base import MoEModel
+from lightning_moe.models.head import Head
 from lightning_moe.moe.experts import GroupedExperts
 from lightning_moe.precision.recipes import Kind, Recipe
 
@@ -64,7 +65,7 @@ def candidates(model: nn.Module, include: list[str] | None, exclude: list[str] |
         else:
             continue
         excluded = None
-        if name.rpartition(".")[2] == "lm_head":
+        if isinstance(module, Head) or name.rpartition(".")[2] == "lm_head":
             excluded = "the loss reads the head's weight itself"
         elif isinstance(module, NonDynamicallyQuantizableLinear):
             excluded = "its parent reads the weight itself"

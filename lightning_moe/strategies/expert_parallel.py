@@ -1,6 +1,6 @@
 """The Lightning strategy that owns expert-parallel groups."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -268,7 +268,8 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self.model_to_device()
         self.barrier()
         # FSDP2 cannot train parameters that it has gathered in inference mode.
-        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        evaluations = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+        for loop in (trainer.fit_loop.epoch_loop.val_loop, *evaluations):
             loop.inference_mode = False
         modules = self.lightning_module.modules() if self.lightning_module is not None else ()
         self._sharded = [module for module in modules if isinstance(module, FSDPModule)]
@@ -291,34 +292,8 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self._release_gathered()
         return super().training_step(*args, **kwargs)
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a validation step, and leaves the weights as callbacks may change them."""
-        with self._released_around():
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a test step, and leaves the weights as callbacks may change them."""
-        with self._released_around():
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a prediction step, and leaves the weights as callbacks may change them."""
-        with self._released_around():
-            return super().predict_step(*args, **kwargs)
-
-    @contextmanager
-    def _released_around(self) -> Iterator[None]:
-        self._release_gathered()
-        try:
-            yield
-        finally:
-            self._release_gathered()
-
     def _release_gathered(self) -> None:
-        """Frees what a forward pass without backward left gathered: copies that know of no change of the weights."""
+        """Frees what a forward pass left gathered that no backward followed: copies that know of no change since."""
         for module in self._sharded:
             module.reshard()
 
@@ -362,6 +337,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
     @override
     def teardown(self) -> None:
         """Frees communication buffers, while their process groups exist."""
+        self._sharded = []
         try:
             for dispatcher in self.dispatchers:
                 dispatcher.close()

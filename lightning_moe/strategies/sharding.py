@@ -4,6 +4,8 @@ The model comes on the meta device. Block by block it is given memory and initia
 that a process never holds more than one whole block.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -47,7 +49,9 @@ def shard_model(
         cast_forward_inputs=False,
     )
     unwrapped: set[nn.Parameter] = set()
+    in_blocks: set[nn.Module] = set()
     for name, block in model.blocks():
+        in_blocks.update(block.modules())
         _materialise(block, name, device, seed)
         for module in block.modules():
             if isinstance(module, MoELayer):
@@ -55,12 +59,13 @@ def shard_model(
         _fully_shard(block, mesh.dense_shards, policy, reshard_after_forward, ignored=unwrapped)
         _gather_gates_with(block)
     _materialise(model, "", device, seed)
-    # Head, embedding and final norm are used at both ends of the step: kept from forward to backward.
-    for head in [module for module in model.modules() if isinstance(module, Head)]:
+    # These are used at both ends of the step, and kept from forward to backward. The head is gathered last and its
+    # gradient is the first to be reduced: apart from the others, both happen while blocks compute.
+    for head in [module for module in model.modules() if isinstance(module, Head) and module not in in_blocks]:
         _fully_shard(head, mesh.dense_shards, policy, reshard_after_forward=False)
-        if isinstance(head, FSDPModule):
-            register_fsdp_forward_method(head, "cross_entropies")
+        register_fsdp_forward_method(head, "cross_entropies")
     _fully_shard(model, mesh.dense_shards, policy, reshard_after_forward=False, ignored=unwrapped)
+    model.register_forward_hook(_release_without_backward)
 
 
 def _materialise(module: nn.Module, name: str, device: torch.device, seed: int) -> None:
@@ -95,6 +100,14 @@ def _gather_gates_with(block: nn.Module) -> None:
     sharded: list[FSDPModule] = [gate for gate in gates if isinstance(gate, FSDPModule)]
     if isinstance(block, FSDPModule) and sharded:
         block.set_modules_to_forward_prefetch(sharded)
+
+
+def _release_without_backward(model: nn.Module, args: Any, output: Any) -> None:
+    """Frees what waits for a backward that does not come: copies that know of no change of the weights."""
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _mark_as_slices(experts: GroupedExperts, mesh: MoEMesh) -> None:

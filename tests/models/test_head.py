@@ -1,3 +1,5 @@
+"""The head's losses and gradients; under several processes they are tested with whole models."""
+
 import torch
 import torch.nn.functional as F
 
