@@ -143,15 +143,16 @@ def plot(picture: Path, record: str) -> None:
     )
     window = 25
     smooth = {name: _smooth(curve["loss"], window) for name, curve in curves.items()}
-    for name, values in smooth.items():
-        above.plot(range(window, window + len(values)), values, linewidth=1.2, label=name)
+    for number, (name, values) in enumerate(smooth.items()):
+        color = f"C{number}"
+        above.plot(range(window, window + len(values)), values, linewidth=1.2, color=color, label=name)
         if name != "bf16" and "bf16" in smooth:
             gap = [a - b for a, b in zip(values, smooth["bf16"], strict=True)]
-            below.plot(range(window, window + len(gap)), gap, linewidth=1, label=f"{name} - bf16")
+            below.plot(range(window, window + len(gap)), gap, linewidth=1, color=color)
     above.set(ylabel=f"loss, mean of {window} steps", title="tiny on Python's standard library")
-    below.set(xlabel="step", ylabel="gap")
+    below.set(xlabel="step", ylabel="gap to bf16")
+    above.legend(frameon=False)
     for axes in (above, below):
-        axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.2)
     figure.tight_layout()
