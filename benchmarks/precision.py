@@ -3,8 +3,9 @@
 Shapes are those of the 16B model (64 experts, 16,384 tokens) and of one of 32 expert-parallel devices of the 671B model
 (8 experts, 8,192 rows each). All is compiled as in training; times are medians, and quantisation is part of them. The
 time of the kernels alone is given too: a multiplication by itself may wait for the host, which in a whole step is ahead
-of the device. What cannot run is left out with the reason. "fp8 rowwise" has fused casts; what torchao makes of it is a
-row of its own. The record is written after each row.
+of the device. What cannot run is left out with the reason. "fp8 rowwise" has fused casts; what torchao makes of it is
+another precision. Each result keeps the time of bfloat16 in the same run. The record is written after each of them, and
+keeps what was not measured again.
 
     python benchmarks/precision.py                              (one GPU and torchao; some minutes)
     python benchmarks/precision.py --part experts --shape 671b_ep32
@@ -263,7 +264,7 @@ def measure_all(
         arguments: Of the command line.
         device: Where to run.
         console: For each result.
-        written: Called with all rows after each multiplication.
+        written: Called with all rows after each result.
     """
     rows: list[Result] = []
     later: list[tuple[Result, Callable[[], Result]]] = []
@@ -289,11 +290,18 @@ def measure_all(
                     later.append((row, attempted))
                 else:
                     row["results"][name] = attempted()
-            written(rows)
+                    row["results"][name] = beside_bf16(row["results"][name], row)
+                    written(rows)
     for row, slow in later:
-        row["results"][SLOW] = slow()
+        row["results"][SLOW] = beside_bf16(slow(), row)
         written(rows)
     return rows
+
+
+def beside_bf16(result: Result, row: Result) -> Result:
+    """A result with the times of bfloat16 in the same run, where there are any."""
+    base = row["results"].get("bf16", {})
+    return {**result, **{f"bf16_{time}": base[time] for time in ("ms", "kernels_ms") if time in base}}
 
 
 def earlier_rows() -> list[Result]:
@@ -302,10 +310,13 @@ def earlier_rows() -> list[Result]:
     return json.loads(path.read_text())["rows"] if path.exists() else []
 
 
-def not_in(rows: list[Result], earlier: list[Result]) -> list[Result]:
-    """The earlier rows of what was not measured again."""
-    measured = {(row["shape"], row["what"]) for row in rows}
-    return [row for row in earlier if (row["shape"], row["what"]) not in measured]
+def merged(rows: list[Result], earlier: list[Result]) -> list[Result]:
+    """The earlier rows, with the results of these in the place of what was measured again."""
+    found = {(row["shape"], row["what"]): row for row in earlier}
+    for row in rows:
+        key = row["shape"], row["what"]
+        found[key] = {**row, "results": {**found.get(key, row)["results"], **row["results"]}}
+    return list(found.values())
 
 
 def print_table(rows: list[Result], console: Console, title: str) -> None:
@@ -319,19 +330,19 @@ def print_table(rows: list[Result], console: Console, title: str) -> None:
     reasons: dict[str, set[str]] = {}
     for row in rows:
         results = row["results"]
-        base, base_kernels = (results.get("bf16", {}).get(time) for time in ("ms", "kernels_ms"))
         cells = []
         for name in names:
             result = results.get(name, {})
             if "reason" in result:
                 reasons.setdefault(name, set()).add(result["reason"])
-            if "ms" not in result or base is None:
+            if "ms" not in result or "bf16_ms" not in result:
                 cells.append("-")
                 continue
-            alone = f"{base:.2f}" if name == "bf16" else f"{base / result['ms']:.2f}x"
-            if base_kernels is not None and "kernels_ms" in result:
+            alone = f"{result['ms']:.2f}" if name == "bf16" else f"{result['bf16_ms'] / result['ms']:.2f}x"
+            if "kernels_ms" in result and "bf16_kernels_ms" in result:
                 kernels = result["kernels_ms"]
-                alone += f" ({kernels:.2f})" if name == "bf16" else f" ({base_kernels / kernels:.2f}x)"
+                ratio = result["bf16_kernels_ms"] / kernels
+                alone += f" ({kernels:.2f})" if name == "bf16" else f" ({ratio:.2f}x)"
             cells.append(alone)
         table.add_row(row["shape"], row["what"], *cells)
     console.print(table)
@@ -366,7 +377,7 @@ def main() -> None:
 
     def written(rows: list[Result]) -> None:
         if device.type == "cuda":
-            save("precision", {**record, "rows": [*not_in(rows, earlier), *rows]})
+            save("precision", {**record, "rows": merged(rows, earlier)})
 
     rows = measure_all(arguments, device, console, written)
     title = f"{name}, torch {torch.__version__}, torchao {torchao}: speed relative to bfloat16 (of the kernels alone)"
