@@ -9,6 +9,7 @@ from typing import Any
 from ep_curves import verdict
 from ep_dispatch import ALL_TO_ALL
 from ep_training import BF16, ONE_DEVICE
+from record import write
 from rich.table import Table
 
 Row = dict[str, Any]
@@ -165,8 +166,4 @@ def save(rows: list[Row], machine: Row, failures: dict[str, str], arguments: arg
         "remarks": remarks(rows),
         "rows": kept + [{"date": machine.get("date"), **row} for row in rows],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_suffix(".partial")
-    written.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    written.replace(path)
-    return path
+    return write(path, content)

@@ -38,7 +38,7 @@ from gpu_precision import PRECISIONS, compare, system_name
 from gpu_precision import SYSTEMS as LOW_PRECISION
 from gpu_rivals import torchtitan, transformers
 from gpu_shapes import SHAPES, Batch, Options, Shape, System
-from record import RESULTS, machine
+from record import RESULTS, machine, write
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -345,11 +345,7 @@ def save(rows: list[dict[str, Any]], described: dict[str, Any], arguments: argpa
     settings = {name: getattr(arguments, name) for name in ("steps", "warmup", "seed", "ceiling")}
     dated = [{"date": described.get("date"), **row} for row in rows]
     content = {"machine": described, "settings": settings, "rows": kept + dated}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_suffix(".partial")
-    written.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    written.replace(path)
-    return path
+    return write(path, content)
 
 
 def main() -> None:

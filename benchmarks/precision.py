@@ -289,19 +289,19 @@ def measure_all(
                 if name == SLOW:
                     later.append((row, attempted))
                 else:
-                    row["results"][name] = attempted()
-                    row["results"][name] = beside_bf16(row["results"][name], row)
+                    add_result(row, name, attempted())
                     written(rows)
     for row, slow in later:
-        row["results"][SLOW] = beside_bf16(slow(), row)
+        add_result(row, SLOW, slow())
         written(rows)
     return rows
 
 
-def beside_bf16(result: Result, row: Result) -> Result:
-    """A result with the times of bfloat16 in the same run, where there are any."""
+def add_result(row: Result, name: str, result: Result) -> None:
+    """Adds a precision's result to a row, with the times of bfloat16 in the same run, where there are any."""
+    row["results"][name] = result
     base = row["results"].get("bf16", {})
-    return {**result, **{f"bf16_{time}": base[time] for time in ("ms", "kernels_ms") if time in base}}
+    result |= {f"bf16_{key}": base[key] for key in ("ms", "kernels_ms") if key in base}
 
 
 def earlier_rows() -> list[Result]:

@@ -48,7 +48,13 @@ def machine(threads: int) -> dict[str, Any]:
 
 def save(name: str, content: dict[str, Any]) -> Path:
     """Writes the record ``results/<name>.json``."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return write(RESULTS / f"{name}.json", content)
+
+
+def write(path: Path, content: dict[str, Any]) -> Path:
+    """Writes a record whole or not at all, in place of what there was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(".partial")
+    written.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    written.replace(path)
     return path

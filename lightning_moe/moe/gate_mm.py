@@ -65,17 +65,16 @@ def split_weight(weight_ED: Tensor) -> Tensor:
         from lightning_moe.moe.router_kernel import split_weight_kernel
 
         return split_weight_kernel(weight_ED.contiguous())
-    high, middle, low = _in_parts(weight_ED, 3)
+    high, middle, low = _in_three_parts(weight_ED)
     return torch.stack((high, middle, high, low))
 
 
-def _in_parts(tensor: Tensor, parts: int) -> list[Tensor]:
-    """Bfloat16 tensors that sum up to a float32 one: to 8 bits with one part, to the last bit with three."""
-    taken = []
-    for _ in range(parts):
-        taken.append(tensor.to(torch.bfloat16))
-        tensor = tensor - taken[-1]
-    return taken
+def _in_three_parts(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Bfloat16 tensors that sum up to a float32 one to the last bit: high, middle and low."""
+    high = tensor.to(torch.bfloat16)
+    rest = tensor - high
+    middle = rest.to(torch.bfloat16)
+    return high, middle, (rest - middle).to(torch.bfloat16)
 
 
 def _mm(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -98,7 +97,7 @@ def _(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 @torch.library.custom_op("lightning_moe::gate_mm_backward", mutates_args=())
 def _gate_mm_backward(grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
-    high_TE, middle_TE, low_TE = _in_parts(grad_TE, 3)
+    high_TE, middle_TE, low_TE = _in_three_parts(grad_TE)
     return gate_gradients(torch.stack((low_TE, middle_TE, high_TE, high_TE), dim=1), x_TD, weight_ED)
 
 

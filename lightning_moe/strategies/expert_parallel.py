@@ -30,7 +30,7 @@ from lightning_moe.strategies.launching import check_launch
 from lightning_moe.strategies.lost_ranks import report_lost_ranks
 from lightning_moe.strategies.mesh import Layout, MoEMesh, resolve_layout, sum_over_processes
 from lightning_moe.strategies.regions import apply_to_regions
-from lightning_moe.strategies.sharding import shard_model
+from lightning_moe.strategies.sharding import release_gathered, shard_model, sharded_modules
 
 
 class ExpertParallelStrategy(ModelParallelStrategy):
@@ -99,7 +99,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self.mesh: MoEMesh | None = None
         self._host_group: dist.ProcessGroup | None = None  # the default group, where that works on the host
         self.dispatchers: list[TokenDispatcher] = []
-        self._sharded: list[FSDPModule] = []
+        self._sharded: list[FSDPModule] = []  # of the module; not looked for in each step
 
     @override
     def _configure_launcher(self) -> None:
@@ -251,13 +251,12 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         if self.reduce_every_micro_batch or self.model is None:
             yield
             return
-        sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
-        for module in sharded:
+        for module in self._sharded:
             module.set_requires_gradient_sync(False, recurse=False)
         try:
             yield
         finally:
-            for module in sharded:
+            for module in self._sharded:
                 module.set_requires_gradient_sync(True, recurse=False)
 
     @override
@@ -271,9 +270,8 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         evaluations = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
         for loop in (trainer.fit_loop.epoch_loop.val_loop, *evaluations):
             loop.inference_mode = False
-        modules = self.lightning_module.modules() if self.lightning_module is not None else ()
-        self._sharded = [module for module in modules if isinstance(module, FSDPModule)]
-        self._release_gathered()
+        self._sharded = [] if self.lightning_module is None else sharded_modules(self.lightning_module)
+        release_gathered(self._sharded)
         model = getattr(self.lightning_module, "model", None)
         if not self.dispatchers and isinstance(model, MoEModel):  # assembled for a Trainer before
             self.dispatchers = list(dict.fromkeys(layer.dispatcher for _, layer in model.moe_layers()))
@@ -289,13 +287,8 @@ class ExpertParallelStrategy(ModelParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a training step, on weights as they are now."""
-        self._release_gathered()
+        release_gathered(self._sharded)
         return super().training_step(*args, **kwargs)
-
-    def _release_gathered(self) -> None:
-        """Frees what a forward pass left gathered that no backward followed: copies that know of no change since."""
-        for module in self._sharded:
-            module.reshard()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

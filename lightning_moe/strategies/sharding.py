@@ -102,12 +102,20 @@ def _gather_gates_with(block: nn.Module) -> None:
         block.set_modules_to_forward_prefetch(sharded)
 
 
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """Returns the modules of a model that are groups of FSDP2."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def release_gathered(sharded: list[FSDPModule]) -> None:
+    """Frees what a forward pass left gathered that no backward followed: copies that know of no change since."""
+    for module in sharded:
+        module.reshard()
+
+
 def _release_without_backward(model: nn.Module, args: Any, output: Any) -> None:
-    """Frees what waits for a backward that does not come: copies that know of no change of the weights."""
     if not torch.is_grad_enabled():
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        release_gathered(sharded_modules(model))
 
 
 def _mark_as_slices(experts: GroupedExperts, mesh: MoEMesh) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_moe.moe.gate_mm import _in_parts, gate_mm
+from lightning_moe.moe.gate_mm import _in_three_parts, gate_mm
 from tests.tensors import grad
 
 
@@ -12,7 +12,7 @@ def draw(*shape: int, seed: int) -> torch.Tensor:
 
 def test_three_parts_are_a_float32_number_to_the_last_bit() -> None:
     numbers = torch.cat((draw(1000, seed=0) * 1e-3, draw(1000, seed=1) * 1e4, torch.tensor([0.0, 1.0, -3.0])))
-    high, middle, low = (part.float() for part in _in_parts(numbers, 3))
+    high, middle, low = (part.float() for part in _in_three_parts(numbers))
     assert torch.equal(high + middle + low, numbers)
 
 
