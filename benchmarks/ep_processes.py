@@ -115,6 +115,7 @@ def run_group(task: Task, world_size: int, device: str, time_limit: float) -> tu
         finally:
             for process in processes:
                 process.kill()
+            for process in processes:  # only then: one whose kernel waits for others may take long to end
                 process.join()
         sent = folder / _ROWS
         rows = [json.loads(line) for line in sent.read_text(encoding="utf-8").splitlines()] if sent.exists() else []

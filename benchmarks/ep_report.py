@@ -102,7 +102,7 @@ def _training_table(rows: Sequence[Row]) -> Table:
     for row in sorted((row for row in rows if row["part"] in ("step", "scaling")), key=lambda row: row["gpus"]):
         efficiency = row.get("efficiency")
         table.add_row(
-            row["shape"],
+            row["shape"] + (" (forced balance)" if row["routing"] != "real" else ""),
             str(row["gpus"]),
             row["system"],
             row["precision"],
@@ -157,8 +157,8 @@ def save(rows: list[Row], machine: Row, failures: dict[str, str], arguments: arg
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
         same = all(before["machine"].get(key) == machine.get(key) for key in ("device", "devices", "versions"))
-        measured = {row["part"] for row in rows}
-        kept = [row for row in before["rows"] if same and row["part"] not in measured]
+        measured = {(row["part"], row.get("routing")) for row in rows}
+        kept = [row for row in before["rows"] if same and (row["part"], row.get("routing")) not in measured]
     content = {
         "machine": machine,
         "settings": {name: getattr(arguments, name) for name in _SETTINGS},

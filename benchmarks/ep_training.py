@@ -15,7 +15,7 @@ from ep_dispatch import ALL_TO_ALL, ALL_TO_ALL_FP8, DEEP_EP, DEEP_EP_FP8
 from ep_overlap import SHARED_EXPERT, overlaps
 from ep_processes import Worker
 from gpu_kernels import busy_ms, kernels_of, read_events
-from gpu_ours import LOG_EVERY_N_STEPS, MTP_WEIGHT
+from gpu_ours import LOG_EVERY_N_STEPS, MTP_WEIGHT, force_balance
 from gpu_shapes import ADAMW, PRECISION, SHAPES, Batch
 from gpu_step import StepTimes
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
@@ -78,11 +78,19 @@ class AfterStep(Callback):
     Args:
         function: What is called.
         tokens: Tokens of a step of this process.
+        forced_balance: Whether tokens go to the experts in turn, whatever the router says.
     """
 
-    def __init__(self, function: Callable[[Tensor], None], tokens: int) -> None:
+    def __init__(self, function: Callable[[Tensor], None], tokens: int, forced_balance: bool = False) -> None:
         self.function = function
         self.tokens = tokens
+        self.forced_balance = forced_balance
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.forced_balance:
+            assert isinstance(pl_module, DeepSeekV3)
+            force_balance(pl_module)
 
     @override
     def on_train_batch_end(
@@ -181,6 +189,7 @@ def _measure(worker: Worker, arguments: argparse.Namespace, variant: Variant, pa
         "system": variant.system,
         "precision": variant.precision,
         "shape": arguments.shape,
+        "routing": "forced balance" if arguments.forced_balance else "real",
         "gpus": worker.world_size,
         "expert_parallel_size": expert_parallel_size,
         "num_sms": arguments.num_sms[0] if variant.system in THROUGH_DEEP_EP else None,
@@ -198,7 +207,7 @@ def _measure(worker: Worker, arguments: argparse.Namespace, variant: Variant, pa
         elif profile is not None:
             profile.after_step()
 
-    fit(worker, module, strategy, batches, [AfterStep(after_step, shape.tokens)], plugins)
+    fit(worker, module, strategy, batches, [AfterStep(after_step, shape.tokens, arguments.forced_balance)], plugins)
 
 
 def _send(worker: Worker, row: dict[str, Any], times: StepTimes, tokens: int) -> None:
@@ -248,6 +257,8 @@ class _Profile:
             if self.worker.rank == 0:
                 self._read()
         elif self.seen < self.steps:
+            if self.seen == 1:
+                self.worker.wait_for_all()  # what is left of the steps before does not belong into the trace
             self.profiler.step()
 
     def _read(self) -> None:

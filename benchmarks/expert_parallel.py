@@ -4,7 +4,8 @@ Each part starts one process for each GPU. `dispatch` times dispatch and combine
 `step` whole training steps of the 16B shape cut to 8 layers, through Trainer.fit; `scaling` the same on fewer GPUs;
 `curves` trains a small model through both dispatchers on the same data; `trace` profiles two steps and tells what runs
 while tokens travel. Without an installed DeepEP only all-to-all is measured. `dispatch` and `step` measure each
-dispatcher with tokens in FP8, too, where the hidden size is a multiple of 128.
+dispatcher with tokens in FP8, too, where the hidden size is a multiple of 128. `--forced-balance` takes away what ranks
+wait for one another as their experts get more and fewer tokens, which an untrained router makes large.
 
     python benchmarks/expert_parallel.py                            (about four minutes on two H200s)
     python benchmarks/expert_parallel.py --parts dispatch --num-sms 16 24
@@ -123,6 +124,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=4, help="steps before them, compilation included")
     parser.add_argument("--dispatch-steps", type=int, default=20, help="timed dispatches")
     parser.add_argument("--curve-steps", type=int, default=200, help="steps of the loss curves")
+    parser.add_argument("--forced-balance", action="store_true", help="training: as many tokens for each expert")
     parser.add_argument("--no-compile", action="store_true", help="compile nothing")
     parser.add_argument("--strategy-arguments", type=json.loads, default={}, metavar="JSON", help="more, for training")
     parser.add_argument("--dispatcher-arguments", type=json.loads, default={}, metavar="JSON", help="more, for DeepEP")

@@ -54,7 +54,7 @@ def without_trainer(shape: Shape, options: Options, plugin: MoEPrecision | None 
     module._trainer = trainer
     module.configure_model()
     if options.forced_balance:
-        _force_balance(module)
+        force_balance(module)
     optimizer = module.configure_optimizers()
     if getattr(optimizer, "takes_gradient_factor", False):
         keep_gradients_lowered(module)
@@ -124,7 +124,7 @@ class _AfterStep(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.forced_balance:
             assert isinstance(pl_module, DeepSeekV3)
-            _force_balance(pl_module)
+            force_balance(pl_module)
 
     @override
     def on_train_batch_end(
@@ -163,7 +163,7 @@ def _size(module: DeepSeekV3) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _force_balance(module: DeepSeekV3) -> None:
+def force_balance(module: DeepSeekV3) -> None:
     """Sends tokens to the experts in turn, with the router's own scores as weights."""
     for _, layer in module.built_model.moe_layers():
         layer.router.forward = _balanced(layer.router)  # type: ignore[method-assign]

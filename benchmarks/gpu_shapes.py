@@ -1,5 +1,6 @@
 """What ``gpu_step.py`` measures: the shapes of a step, and what a system has to be."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -134,5 +135,11 @@ def one_by_one(
 
 
 def in_turn(like_TK: Tensor, num_experts: int) -> Tensor:
-    """Experts in turn, int64 ``(T, K)``: each gets the same number of rows, to within one."""
-    return (torch.arange(like_TK.numel(), device=like_TK.device) % num_experts).view_as(like_TK)
+    """Experts in turn, int64 ``(T, K)``: each gets the same number of rows, to within one.
+
+    Those of a token lie far apart, so that they are as many devices' as those that a router chooses.
+    """
+    stride = round(num_experts * 0.618)
+    while math.gcd(stride, num_experts) > 1:
+        stride += 1
+    return (torch.arange(like_TK.numel(), device=like_TK.device) * stride % num_experts).view_as(like_TK)

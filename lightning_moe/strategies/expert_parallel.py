@@ -26,11 +26,12 @@ from lightning_moe.precision.plugin import MoEPrecision, tokens_of_forward
 from lightning_moe.strategies.checkpointing import load_directory, load_file, save_directory
 from lightning_moe.strategies.dispatchers import DispatcherCallable, DispatcherName, distribute_experts
 from lightning_moe.strategies.equal_batches import equal_batches
+from lightning_moe.strategies.gathering import release_gathered, sharded_modules
 from lightning_moe.strategies.launching import check_launch
 from lightning_moe.strategies.lost_ranks import report_lost_ranks
 from lightning_moe.strategies.mesh import Layout, MoEMesh, resolve_layout, sum_over_processes
 from lightning_moe.strategies.regions import apply_to_regions
-from lightning_moe.strategies.sharding import release_gathered, shard_model, sharded_modules
+from lightning_moe.strategies.sharding import shard_model
 
 
 class ExpertParallelStrategy(ModelParallelStrategy):

@@ -4,18 +4,17 @@ The model comes on the meta device. Block by block it is given memory and initia
 that a process never holds more than one whole block.
 """
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_moe.models.base import MoEModel, init_own_weights
 from lightning_moe.models.head import Head
 from lightning_moe.moe.experts import GroupedExperts
 from lightning_moe.moe.layer import MoELayer
+from lightning_moe.strategies.gathering import gather_gates_first
 from lightning_moe.strategies.mesh import MoEMesh
 
 
@@ -57,7 +56,6 @@ def shard_model(
             if isinstance(module, MoELayer):
                 unwrapped |= _shard_moe_layer(module, mesh, policy, reshard_after_forward)
         _fully_shard(block, mesh.dense_shards, policy, reshard_after_forward, ignored=unwrapped)
-        _gather_gates_with(block)
     _materialise(model, "", device, seed)
     # These are used at both ends of the step, and kept from forward to backward. The head is gathered last and its
     # gradient is the first to be reduced: apart from the others, both happen while blocks compute.
@@ -65,7 +63,7 @@ def shard_model(
         _fully_shard(head, mesh.dense_shards, policy, reshard_after_forward=False)
         register_fsdp_forward_method(head, "cross_entropies")
     _fully_shard(model, mesh.dense_shards, policy, reshard_after_forward=False, ignored=unwrapped)
-    model.register_forward_hook(_release_without_backward)
+    gather_gates_first(model)
 
 
 def _materialise(module: nn.Module, name: str, device: torch.device, seed: int) -> None:
@@ -92,30 +90,6 @@ def _shard_moe_layer(
     gate_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     _fully_shard(layer.router, mesh.dense_shards, gate_policy, reshard_after_forward=False)
     return set(experts.parameters()) if shards.size() == 1 else set()
-
-
-def _gather_gates_with(block: nn.Module) -> None:
-    """Gathers gates when the block around them is gathered: in the middle of it, ranks would wait for one another."""
-    gates: list[nn.Module] = [module.router for module in block.modules() if isinstance(module, MoELayer)]
-    sharded: list[FSDPModule] = [gate for gate in gates if isinstance(gate, FSDPModule)]
-    if isinstance(block, FSDPModule) and sharded:
-        block.set_modules_to_forward_prefetch(sharded)
-
-
-def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    """Returns the modules of a model that are groups of FSDP2."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def release_gathered(sharded: list[FSDPModule]) -> None:
-    """Frees what a forward pass left gathered that no backward followed: copies that know of no change since."""
-    for module in sharded:
-        module.reshard()
-
-
-def _release_without_backward(model: nn.Module, args: Any, output: Any) -> None:
-    if not torch.is_grad_enabled():
-        release_gathered(sharded_modules(model))
 
 
 def _mark_as_slices(experts: GroupedExperts, mesh: MoEMesh) -> None:

@@ -1,0 +1,46 @@
+"""When gates that FSDP2 has sharded are gathered, and that no gathered weights are left behind."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_moe.models.base import MoEModel
+
+
+def gather_gates_first(model: MoEModel) -> None:
+    """Makes forward passes of a sharded model gather all gates before the first block, and leave nothing behind.
+
+    Gates are small and kept until backward. Gathered in their blocks, ranks would wait for one another there, and the
+    host, which is not ahead of the device behind a dispatch between processes, would keep the device waiting.
+
+    Args:
+        model: The model, sharded.
+    """
+    gates = [layer.router for _, layer in model.moe_layers() if isinstance(layer.router, FSDPModule)]
+    model.register_forward_pre_hook(partial(_gather, gates))
+    model.register_forward_hook(_release_without_backward)
+
+
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """Returns the modules of a model that are groups of FSDP2."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def release_gathered(sharded: list[FSDPModule]) -> None:
+    """Frees what a forward pass left gathered that no backward followed: copies that know of no change since."""
+    for module in sharded:
+        module.reshard()
+
+
+def _gather(gates: Sequence[FSDPModule], model: nn.Module, args: Any) -> None:
+    for gate in gates:
+        gate.unshard()
+
+
+def _release_without_backward(model: nn.Module, args: Any, output: Any) -> None:
+    if not torch.is_grad_enabled():
+        release_gathered(sharded_modules(model))
