@@ -49,6 +49,10 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     curves = {row["system"]: row["losses"] for row in rows if row["part"] == "curves"}
     if curves:
         lines.append(verdict(curves))
+    traced = {row["system"]: row for row in rows if row["part"] == "trace" and row["busy_ms"]}
+    for system, row in traced.items():
+        idle = row["step_ms"] - row["busy_ms"]
+        lines.append(f"{system}: no kernel runs in {idle:.1f} of {row['step_ms']:.1f} ms of a profiled step.")
     if any(row["part"] in ("dispatch", "step") for row in rows):
         lines.append("Tokens travel in bfloat16, with float8 multiplications too, but where the system's name has FP8.")
     return lines

@@ -14,7 +14,7 @@ import torch
 from ep_dispatch import ALL_TO_ALL, ALL_TO_ALL_FP8, DEEP_EP, DEEP_EP_FP8
 from ep_overlap import SHARED_EXPERT, overlaps
 from ep_processes import Worker
-from gpu_kernels import busy_ms, kernels_of, read_events
+from gpu_kernels import busy_ms, kernels_of, read_events, span_ms
 from gpu_ours import LOG_EVERY_N_STEPS, MTP_WEIGHT, force_balance
 from gpu_shapes import ADAMW, PRECISION, SHAPES, Batch
 from gpu_step import StepTimes
@@ -268,8 +268,11 @@ class _Profile:
             path = folder / f"{self.variant.system}-{self.worker.world_size}.json.gz"
             self.profiler.export_chrome_trace(str(path))
             kernels = kernels_of(read_events(path))
+        times = {"step_ms": 0.0, "busy_ms": 0.0}
+        if kernels:
+            times = {"step_ms": span_ms(kernels, _PROFILED), "busy_ms": busy_ms(kernels, _PROFILED)}
         for found in overlaps(kernels, _PROFILED) or [{"communication": None}]:
-            row = {"part": "trace", "system": self.variant.system, "busy_ms": busy_ms(kernels, _PROFILED), **found}
+            row = {"part": "trace", "system": self.variant.system, **times, **found}
             self.worker.send(row, f"trace {self.variant.system}: {found}")
 
 

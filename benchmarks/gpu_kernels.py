@@ -201,6 +201,11 @@ def busy_ms(kernels: list[Kernel], steps: int) -> float:
     return busy / 1e3 / steps
 
 
+def span_ms(kernels: list[Kernel], steps: int) -> float:
+    """Time of a step from the first kernel of all to the end of the last."""
+    return (max(k.start + k.duration for k in kernels) - min(k.start for k in kernels)) / 1e3 / steps
+
+
 def _shortened(name: str, width: int = 70) -> str:
     return name if len(name) <= width else f"{name[: width - 32]} … {name[-29:]}"
 
@@ -215,8 +220,7 @@ def main() -> None:
     kernels = kernels_of(events)
     if not kernels or not steps:
         raise SystemExit(f"{path} has no kernels of a GPU, or no steps.")
-    span_ms = (max(k.start + k.duration for k in kernels) - min(k.start for k in kernels)) / 1e3
-    for table in tables(kernels, steps, span_ms / steps, path.name):
+    for table in tables(kernels, steps, span_ms(kernels, steps), path.name):
         Console(width=160).print(table)
 
 
