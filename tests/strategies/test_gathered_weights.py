@@ -51,6 +51,20 @@ class ForwardWithoutBackward(Callback):
             assert pl_module.built_model(self.ids, self.ids).loss is not None
 
 
+class GatesAtFirstBlock(Callback):
+    """Looks when the first block begins which gates are still shards."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[bool]] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: DeepSeekV3) -> None:
+        model: Any = pl_module.built_model
+        model.layers["0"].register_forward_pre_hook(lambda *_: self.look(model))
+
+    def look(self, model: Any) -> None:
+        self.seen.append([isinstance(layer.router.weight, DTensor) for _, layer in model.moe_layers()])
+
+
 def fit_with(
     layout: dict[str, Any], callbacks: list[Callback], optimizer: Any, *, validates: bool
 ) -> tuple[dict[str, Tensor], float]:
@@ -116,3 +130,14 @@ def test_a_forward_pass_of_a_callback_changes_nothing(reduce_every_micro_batch: 
         assert norm == expected_norm, case
         for name, value in expected.items():
             assert torch.equal(weights[name], value), (case, name)
+
+
+def look_at_gates(layout: dict[str, Any]) -> None:
+    gates = GatesAtFirstBlock()
+    fit_with(layout, [gates], sgd, validates=True)
+    micro_batches, validations = 6, 3
+    assert gates.seen == [[False, False]] * (micro_batches + validations)  # that of the MTP depth too
+
+
+def test_gates_are_gathered_before_the_first_block() -> None:
+    processes.run(2, look_at_gates, {"expert_parallel_size": 2})
