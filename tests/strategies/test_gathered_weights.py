@@ -57,7 +57,8 @@ class GatesAtFirstBlock(Callback):
     def __init__(self) -> None:
         self.seen: list[list[bool]] = []
 
-    def on_train_start(self, trainer: Trainer, pl_module: DeepSeekV3) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, DeepSeekV3)
         model: Any = pl_module.built_model
         model.layers["0"].register_forward_pre_hook(lambda *_: self.look(model))
 
