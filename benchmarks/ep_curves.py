@@ -8,7 +8,8 @@ import argparse
 import torch
 from ep_dispatch import ALL_TO_ALL, DEEP_EP, why_no_deep_ep
 from ep_processes import Worker
-from ep_training import AfterStep, dispatcher_of, fit, free_memory
+from ep_training import dispatcher_of, fit, free_memory
+from gpu_ours import AfterStep
 from gpu_shapes import Batch
 from lightning.pytorch import seed_everything
 from torch import Tensor

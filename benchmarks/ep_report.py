@@ -9,6 +9,7 @@ from typing import Any
 from ep_curves import verdict
 from ep_dispatch import ALL_TO_ALL
 from ep_training import BF16, ONE_DEVICE
+from gpu_shapes import shown_shape
 from record import write
 from rich.table import Table
 
@@ -106,7 +107,7 @@ def _training_table(rows: Sequence[Row]) -> Table:
     for row in sorted((row for row in rows if row["part"] in ("step", "scaling")), key=lambda row: row["gpus"]):
         efficiency = row.get("efficiency")
         table.add_row(
-            row["shape"] + (" (forced balance)" if row["routing"] != "real" else ""),
+            shown_shape(row),
             str(row["gpus"]),
             row["system"],
             row["precision"],

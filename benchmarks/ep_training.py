@@ -4,7 +4,7 @@ import argparse
 import gc
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,10 @@ from ep_dispatch import ALL_TO_ALL, ALL_TO_ALL_FP8, DEEP_EP, DEEP_EP_FP8
 from ep_overlap import SHARED_EXPERT, overlaps
 from ep_processes import Worker
 from gpu_kernels import busy_ms, kernels_of, read_events, span_ms
-from gpu_ours import LOG_EVERY_N_STEPS, MTP_WEIGHT, force_balance
-from gpu_shapes import ADAMW, PRECISION, SHAPES, Batch
+from gpu_ours import LOG_EVERY_N_STEPS, MTP_WEIGHT, AfterStep
+from gpu_shapes import ADAMW, PRECISION, SHAPES, Batch, routing_name
 from gpu_step import StepTimes
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from torch import Tensor
 from torch.profiler import record_function
 from torch.utils.data import DataLoader
@@ -70,33 +70,6 @@ class Tokens(LightningDataModule):
     def train_dataloader(self) -> Any:
         rows: Any = [{"input_ids": input_ids, "labels": labels} for input_ids, labels in self.batches]
         return DataLoader(rows, batch_size=None)
-
-
-class AfterStep(Callback):
-    """Calls a function with the mean loss of this process after each step.
-
-    Args:
-        function: What is called.
-        tokens: Tokens of a step of this process.
-        forced_balance: Whether tokens go to the experts in turn, whatever the router says.
-    """
-
-    def __init__(self, function: Callable[[Tensor], None], tokens: int, forced_balance: bool = False) -> None:
-        self.function = function
-        self.tokens = tokens
-        self.forced_balance = forced_balance
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.forced_balance:
-            assert isinstance(pl_module, DeepSeekV3)
-            force_balance(pl_module)
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.function(outputs["loss"].detach() / self.tokens)
 
 
 def fit(
@@ -164,7 +137,8 @@ def _measure(worker: Worker, arguments: argparse.Namespace, variant: Variant, pa
     seed_everything(arguments.seed, verbose=False)
     shape = TRAINING_SHAPES[arguments.shape]
     timed = arguments.warmup + arguments.steps
-    profile = _Profile(worker, variant, arguments.traces) if variant.profiled else None
+    routing = routing_name(arguments.forced_balance)
+    profile = _Profile(worker, variant, routing, arguments.traces) if variant.profiled else None
     generator = torch.Generator().manual_seed(arguments.seed + 1 + worker.rank)
     size = timed + (profile.steps if profile is not None else 0), shape.batch, shape.sequence + 1
     tokens = torch.randint(0, shape.config.vocab_size, size, generator=generator).to(worker.device)
@@ -189,7 +163,7 @@ def _measure(worker: Worker, arguments: argparse.Namespace, variant: Variant, pa
         "system": variant.system,
         "precision": variant.precision,
         "shape": arguments.shape,
-        "routing": "forced balance" if arguments.forced_balance else "real",
+        "routing": routing,
         "gpus": worker.world_size,
         "expert_parallel_size": expert_parallel_size,
         "num_sms": arguments.num_sms[0] if variant.system in THROUGH_DEEP_EP else None,
@@ -234,9 +208,10 @@ class _Profile:
 
     steps = _PROFILED + 1
 
-    def __init__(self, worker: Worker, variant: Variant, traces: Path | None) -> None:
+    def __init__(self, worker: Worker, variant: Variant, routing: str, traces: Path | None) -> None:
         self.worker = worker
         self.variant = variant
+        self.routing = routing
         self.traces = traces
         self.seen = 0
         self.profiler = torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=1, active=_PROFILED))
@@ -268,11 +243,9 @@ class _Profile:
             path = folder / f"{self.variant.system}-{self.worker.world_size}.json.gz"
             self.profiler.export_chrome_trace(str(path))
             kernels = kernels_of(read_events(path))
-        times = {"step_ms": 0.0, "busy_ms": 0.0}
-        if kernels:
-            times = {"step_ms": span_ms(kernels, _PROFILED), "busy_ms": busy_ms(kernels, _PROFILED)}
+        times = {"step_ms": span_ms(kernels, _PROFILED), "busy_ms": busy_ms(kernels, _PROFILED)}
         for found in overlaps(kernels, _PROFILED) or [{"communication": None}]:
-            row = {"part": "trace", "system": self.variant.system, **times, **found}
+            row = {"part": "trace", "system": self.variant.system, "routing": self.routing, **times, **found}
             self.worker.send(row, f"trace {self.variant.system}: {found}")
 
 

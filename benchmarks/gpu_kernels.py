@@ -202,8 +202,9 @@ def busy_ms(kernels: list[Kernel], steps: int) -> float:
 
 
 def span_ms(kernels: list[Kernel], steps: int) -> float:
-    """Time of a step from the first kernel of all to the end of the last."""
-    return (max(k.start + k.duration for k in kernels) - min(k.start for k in kernels)) / 1e3 / steps
+    """Time of a step from the first kernel of all to the end of the last; 0 without kernels."""
+    start = min((kernel.start for kernel in kernels), default=0.0)
+    return (max((kernel.start + kernel.duration for kernel in kernels), default=start) - start) / 1e3 / steps
 
 
 def _shortened(name: str, width: int = 70) -> str:

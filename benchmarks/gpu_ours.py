@@ -101,7 +101,7 @@ def through_trainer(shape: Shape, options: Options) -> System:
                 gradient_clip_val=options.clip or None,
                 log_every_n_steps=LOG_EVERY_N_STEPS,
                 logger=CSVLogger(folder),
-                callbacks=[_AfterStep(after_step, options.forced_balance, shape.tokens), MoEThroughput()],
+                callbacks=[AfterStep(after_step, shape.tokens, options.forced_balance), MoEThroughput()],
                 enable_checkpointing=False,
                 enable_progress_bar=False,
                 enable_model_summary=False,
@@ -114,11 +114,19 @@ def through_trainer(shape: Shape, options: Options) -> System:
     return System(train, parameters, {**_settings(module, options), "log_every_n_steps": LOG_EVERY_N_STEPS})
 
 
-class _AfterStep(Callback):
-    def __init__(self, after_step: Callable[[Tensor], None], forced_balance: bool, tokens: int) -> None:
-        self.after_step = after_step
-        self.forced_balance = forced_balance
+class AfterStep(Callback):
+    """Calls a function with the mean loss of this process after each step.
+
+    Args:
+        function: What is called.
+        tokens: Tokens of a step of this process.
+        forced_balance: Whether tokens go to the experts in turn, whatever the router says.
+    """
+
+    def __init__(self, function: Callable[[Tensor], None], tokens: int, forced_balance: bool = False) -> None:
+        self.function = function
         self.tokens = tokens
+        self.forced_balance = forced_balance
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -130,7 +138,7 @@ class _AfterStep(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.after_step(outputs["loss"] / self.tokens)
+        self.function(outputs["loss"].detach() / self.tokens)
 
 
 def _module(shape: Shape, options: Options) -> DeepSeekV3:

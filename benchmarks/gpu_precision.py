@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from gpu_ours import OURS, without_trainer
-from gpu_shapes import PRECISION, Options, Shape, System
+from gpu_shapes import PRECISION, Options, Shape, System, shown_shape
 from precision import PLUGINS
 from rich.table import Table
 
@@ -84,7 +84,7 @@ def compare(rows: list[dict[str, Any]]) -> Table | None:
         row["bf16_loss_after"] = None if base is None else base["loss_after"]
         converted = [f"{count} {what}" for what, count in row["settings"]["converted"].items()]
         table.add_row(
-            row["shape"] + (" (forced balance)" if row["routing"] != "real" else ""),
+            shown_shape(row),
             row["system"],
             f"{row['step_ms']:.1f}",
             "" if row["ratio_to_bf16"] is None else f"{row['ratio_to_bf16']:.2f}x",

@@ -134,6 +134,16 @@ def one_by_one(
     return train
 
 
+def routing_name(forced_balance: bool) -> str:
+    """How tokens are routed, as records say it."""
+    return "forced balance" if forced_balance else "real"
+
+
+def shown_shape(row: dict[str, Any]) -> str:
+    """The shape of a row of a record as tables show it: with the routing, where that is not the router's own."""
+    return row["shape"] if row["routing"] == routing_name(False) else f"{row['shape']} ({row['routing']})"
+
+
 def in_turn(like_TK: Tensor, num_experts: int) -> Tensor:
     """Experts in turn, int64 ``(T, K)``: each gets the same number of rows, to within one.
 

@@ -37,7 +37,7 @@ from gpu_ours import OURS, through_trainer, with_bf16_moments, without_trainer
 from gpu_precision import PRECISIONS, compare, system_name
 from gpu_precision import SYSTEMS as LOW_PRECISION
 from gpu_rivals import torchtitan, transformers
-from gpu_shapes import SHAPES, Batch, Options, Shape, System
+from gpu_shapes import SHAPES, Batch, Options, Shape, System, routing_name, shown_shape
 from record import RESULTS, machine, write
 from rich.console import Console
 from rich.table import Table
@@ -134,7 +134,7 @@ def measure(system: System, batches: list[Batch], arguments: argparse.Namespace)
     return {
         "system": name,
         "shape": shape_name,
-        "routing": "forced balance" if arguments.forced_balance else "real",
+        "routing": routing_name(arguments.forced_balance),
         "tokens_per_s": shape.tokens / step_ms * 1e3,
         "step_ms": step_ms,
         "step_ms_mean": statistics.mean(milliseconds),
@@ -271,7 +271,7 @@ def run_all(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[s
             if result.get("out_of_memory") and not arguments.checkpointing:
                 result = run(name, shape_name, arguments, "--checkpointing")
             described = result.get("machine", described)
-            routing = "forced balance" if arguments.forced_balance else "real"
+            routing = routing_name(arguments.forced_balance)
             failed = {"system": name, "shape": shape_name, "routing": routing, "reason": result.get("reason")}
             row = result.get("row", failed)
             rows.append(row)
@@ -295,7 +295,7 @@ def report(rows: list[dict[str, Any]], ceiling: float) -> Table:
         ]
         row["ratio_to_best_rival"] = row["tokens_per_s"] / max(rivals) if rivals else None
         table.add_row(
-            row["shape"] + (" (forced balance)" if row["routing"] != "real" else ""),
+            shown_shape(row),
             row["system"],
             f"{row['tokens_per_s']:,.0f}",
             f"{row['step_ms']:.1f}",

@@ -12,7 +12,7 @@ from lightning_moe.models.base import MoEModel
 
 
 def gather_gates_first(model: MoEModel) -> None:
-    """Makes forward passes of a sharded model gather all gates before the first block, and leave nothing behind.
+    """Makes forward passes of a sharded model gather all gates before the first block.
 
     Gates are small and kept until backward. Gathered in their blocks, ranks would wait for one another there, and the
     host, which is not ahead of the device behind a dispatch between processes, would keep the device waiting.
@@ -22,7 +22,15 @@ def gather_gates_first(model: MoEModel) -> None:
     """
     gates = [layer.router for _, layer in model.moe_layers() if isinstance(layer.router, FSDPModule)]
     model.register_forward_pre_hook(partial(_gather, gates))
-    model.register_forward_hook(_release_without_backward)
+
+
+def release_without_backward(model: MoEModel) -> None:
+    """Makes forward passes of a sharded model that no backward can follow leave nothing gathered.
+
+    Args:
+        model: The model, sharded.
+    """
+    model.register_forward_hook(partial(_release, sharded_modules(model)))
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -30,7 +38,7 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def release_gathered(sharded: list[FSDPModule]) -> None:
+def release_gathered(sharded: Sequence[FSDPModule]) -> None:
     """Frees what a forward pass left gathered that no backward followed: copies that know of no change since."""
     for module in sharded:
         module.reshard()
@@ -41,6 +49,6 @@ def _gather(gates: Sequence[FSDPModule], model: nn.Module, args: Any) -> None:
         gate.unshard()
 
 
-def _release_without_backward(model: nn.Module, args: Any, output: Any) -> None:
+def _release(sharded: Sequence[FSDPModule], model: nn.Module, args: Any, output: Any) -> None:
     if not torch.is_grad_enabled():
-        release_gathered(sharded_modules(model))
+        release_gathered(sharded)

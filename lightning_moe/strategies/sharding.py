@@ -14,7 +14,7 @@ from lightning_moe.models.base import MoEModel, init_own_weights
 from lightning_moe.models.head import Head
 from lightning_moe.moe.experts import GroupedExperts
 from lightning_moe.moe.layer import MoELayer
-from lightning_moe.strategies.gathering import gather_gates_first
+from lightning_moe.strategies.gathering import gather_gates_first, release_without_backward
 from lightning_moe.strategies.mesh import MoEMesh
 
 
@@ -64,6 +64,7 @@ def shard_model(
         register_fsdp_forward_method(head, "cross_entropies")
     _fully_shard(model, mesh.dense_shards, policy, reshard_after_forward=False, ignored=unwrapped)
     gather_gates_first(model)
+    release_without_backward(model)
 
 
 def _materialise(module: nn.Module, name: str, device: torch.device, seed: int) -> None:
