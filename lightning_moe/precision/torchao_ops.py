@@ -89,7 +89,10 @@ def torchao_grouped_mm(recipe: Recipe) -> Callable[[Tensor, Tensor, Tensor], Ten
         function = _find("_to_mxfp8_then_scaled_grouped_mm", "moe_training.mxfp8_grouped_mm", "moe_training")
         options = _mx_options(recipe)
     elif recipe.name == "fp8_blockwise":
-        function = _find("_to_fp8_blockwise_then_scaled_grouped_mm", "moe_training.blockwise_fp8.grouped_mm")
+        # It reads the sizes of the groups on the host, and compiled graphs would specialise on them.
+        function = torch.compiler.disable(
+            _find("_to_fp8_blockwise_then_scaled_grouped_mm", "moe_training.blockwise_fp8.grouped_mm")
+        )
         options = {}
     else:
         function = _find("_to_fp8_rowwise_then_scaled_grouped_mm", "moe_training.fp8_grouped_mm", "moe_training")

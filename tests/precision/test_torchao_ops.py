@@ -1,6 +1,7 @@
 """What of torchao runs on a CPU computes what ours emulates; the rest is found where this version has it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +99,25 @@ def test_blockwise_functions_are_found_with_triton() -> None:
         pytest.skip("torchao has them since 0.18")
     assert callable(torchao_linear(fp8_blockwise()))
     assert callable(torchao_grouped_mm(fp8_blockwise()))
+
+
+def test_blockwise_experts_stay_out_of_compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracing = []
+
+    def function(a: Tensor, b: Tensor, *, offs: Tensor, **options: Any) -> Tensor:
+        tracing.append(torch.compiler.is_compiling())
+        sizes = torch.diff(offs, prepend=offs.new_zeros(1)).tolist()  # as torchao reads them
+        return torch.cat([rows @ b[expert] for expert, rows in enumerate(a.split(sizes))])
+
+    monkeypatch.setattr(torchao_ops, "_find", lambda *args: function)
+    multiply = torchao_grouped_mm.__wrapped__(fp8_blockwise())
+    compiled = torch.compile(lambda a, b, offsets: multiply(a * 2, b, offsets) + 1)
+    a, b = torch.randn(6, 4, dtype=torch.bfloat16), torch.randn(2, 4, 3, dtype=torch.bfloat16)
+    for first in (2, 3):
+        offsets = torch.tensor([first, 6], dtype=torch.int32)
+        expected = torch.cat([2 * a[:first] @ b[0], 2 * a[first:] @ b[1]]) + 1
+        assert torch.equal(compiled(a, b, offsets), expected)
+    assert tracing == [False, False]
 
 
 def test_values_that_are_not_finite_stay_visible_in_both_directions() -> None:
