@@ -20,6 +20,7 @@ PRECISIONS = {
     "float8_tensorwise_linears": "fp8 tensorwise linears",
     "float8_tensorwise_rowwise": "fp8 tensorwise linears, rowwise experts",
     "blockwise_fp8": "fp8 blockwise",
+    "blockwise_fp8_bf16_wgrad": "fp8 blockwise, bf16 wgrad",
     "blockwise_fp8_linears": "fp8 blockwise linears",
     "mxfp8": "mxfp8",
 }

@@ -3,9 +3,9 @@
 Shapes are those of the 16B model (64 experts, 16,384 tokens) and of one of 32 expert-parallel devices of the 671B model
 (8 experts, 8,192 rows each). All is compiled as in training; times are medians, and quantisation is part of them. The
 time of the kernels alone is given too: a multiplication by itself may wait for the host, which in a whole step is ahead
-of the device. What cannot run is left out with the reason. "fp8 rowwise" has fused casts; what torchao makes of it is
-another precision. Each result keeps the time of bfloat16 in the same run. The record is written after each of them, and
-keeps what was not measured again.
+of the device. What cannot run is left out with the reason. "fp8 rowwise" and "fp8 blockwise, bf16 wgrad" have fused
+casts; what torchao makes of them are other precisions. Each result keeps the time of bfloat16 in the same run. The
+record is written after each of them, and keeps what was not measured again.
 
     python benchmarks/precision.py                              (one GPU and torchao; some minutes)
     python benchmarks/precision.py --part experts --shape 671b_ep32
@@ -94,16 +94,26 @@ PLUGINS: dict[str, Callable[[], QuantisedPrecision] | None] = {
     "fp8 tensorwise linears": lambda: Float8Precision("tensorwise", "bf16", emulate="never"),
     "fp8 tensorwise linears, rowwise experts": lambda: Float8Precision("tensorwise", "rowwise", emulate="never"),
     "fp8 blockwise": lambda: BlockwiseFP8Precision(emulate="never"),
+    "fp8 blockwise, bf16 wgrad": lambda: BlockwiseFP8Precision(wgrad_in_high_precision=True, emulate="never"),
     "fp8 blockwise linears": lambda: BlockwiseFP8Precision(grouped_mm="bf16", emulate="never"),
     "fp8 blockwise emulated": lambda: BlockwiseFP8Precision(emulate="always"),
     "mxfp8": lambda: MXFP8Precision(emulate="never"),
     "mxfp8 emulated": lambda: MXFP8Precision(emulate="always"),
 }
-TORCHAO = "fp8 rowwise torchao"
+TORCHAO, BLOCKWISE = "fp8 rowwise torchao", "fp8 blockwise, bf16 wgrad"
 SLOW = ("mxfp8 emulated", "fp8 blockwise emulated")  # measured last, and few times
 OF_PART = {
-    "experts": ("bf16", "fp8 rowwise", "fp8 rowwise, bf16 wgrad", TORCHAO, "fp8 blockwise", "mxfp8", *SLOW),
-    "linears": ("bf16", "fp8 rowwise", TORCHAO, "fp8 tensorwise linears", "fp8 blockwise linears", "mxfp8", *SLOW),
+    "experts": ("bf16", "fp8 rowwise", "fp8 rowwise, bf16 wgrad", TORCHAO, "fp8 blockwise", BLOCKWISE, "mxfp8", *SLOW),
+    "linears": (
+        "bf16",
+        "fp8 rowwise",
+        TORCHAO,
+        "fp8 tensorwise linears",
+        "fp8 blockwise linears",
+        BLOCKWISE,
+        "mxfp8",
+        *SLOW,
+    ),
     "block": tuple(PLUGINS),
 }
 Result = dict[str, Any]

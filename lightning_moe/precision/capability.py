@@ -13,7 +13,6 @@ _PACKAGES_OF_MODULES = {
     "cuda.bindings": "cuda-python",
 }
 COMPANIONS = frozenset({*_PACKAGES_OF_MODULES, "deep_gemm"})
-_ALWAYS_QUANTISED_WGRAD = {("fp8_blockwise", "grouped"), ("fp8_blockwise", "linear")}
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,10 @@ def why_not(recipe: Recipe, kind: Kind, machine: Machine) -> str | None:
         return "torchao is not installed"
     if machine.torchao < (0, 17):
         return f"torchao is {_dotted(machine.torchao)}, but it must be at least 0.17"
-    if recipe.wgrad_in_high_precision and (recipe.name, kind) in _ALWAYS_QUANTISED_WGRAD:
-        return f"torchao has no {kind} {recipe.name} with the weight gradient in high precision"
     if recipe.name == "mxfp8":
         return _why_not_mxfp8(recipe, kind, machine)
     if recipe.name == "fp8_blockwise":
-        return _why_not_blockwise(kind, machine)
+        return _why_not_blockwise(recipe, kind, machine)
     return _why_not_fp8(recipe.name, kind, machine)
 
 
@@ -107,21 +104,23 @@ def _why_not_fp8(name: RecipeName, kind: Kind, machine: Machine) -> str | None:
     return "triton is not installed" if name == "fp8_rowwise" and not machine.triton else None
 
 
-def _why_not_blockwise(kind: Kind, machine: Machine) -> str | None:
+def _why_not_blockwise(recipe: Recipe, kind: Kind, machine: Machine) -> str | None:
     assert machine.torchao is not None
     capability = machine.compute_capability
     if capability is None or capability[0] != 9:
         return f"blockwise FP8 needs a GPU of compute capability 9.x (H100, H200), and {_gpu(machine)}"
+    if not machine.triton:
+        return "triton is not installed"
+    if (kind == "grouped" or recipe.wgrad_in_high_precision) and "deep_gemm" not in machine.modules:
+        return "its grouped multiplication needs DeepGEMM (module deep_gemm, from deepseek-ai/DeepGEMM)"
+    if recipe.wgrad_in_high_precision:
+        return None  # by operators of our own
     if machine.cuda is None or machine.cuda < (12, 9):
         return f"blockwise FP8 needs torch with CUDA 12.9 or newer, not {_dotted(machine.cuda)}"
     if machine.torchao < (0, 18):
         return f"blockwise FP8 needs torchao 0.18 or newer, not {_dotted(machine.torchao)}"
-    if not machine.triton:
-        return "triton is not installed"
     if kind == "linear" and not machine.blockwise_mm:
         return "this torch has no scaled_mm with blockwise scales"
-    if kind == "grouped" and "deep_gemm" not in machine.modules:
-        return "its grouped multiplication needs DeepGEMM (module deep_gemm, from deepseek-ai/DeepGEMM)"
     return None
 
 

@@ -73,6 +73,19 @@ def quantise_whole_columns(
     return columns, quantise_rows(x_MN) if of_rows else None
 
 
+def quantise_weight(weight_eNK: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantises each row of each weight.
+
+    Args:
+        weight_eNK: Weights, contiguous.
+
+    Returns:
+        Values ``(e, N, K)`` and scales ``(e, N)``.
+    """
+    values, scale = quantise_rows(weight_eNK.flatten(0, 1))
+    return values.view(weight_eNK.shape), scale.view(weight_eNK.shape[:2])
+
+
 def quantise_weight_columns(weight_eNK: Tensor) -> tuple[Tensor, Tensor]:
     """Quantises each column of each weight, and transposes.
 

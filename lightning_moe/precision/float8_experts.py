@@ -1,8 +1,9 @@
-"""Experts as a whole in FP8 with a scale per row: both multiplications, what is between them, and their gradients.
+"""Experts as a whole in FP8: both multiplications, what is between them, and their gradients.
 
 One operator, so that casts are fused with what makes their input: SwiGLU writes no result but E4M3, and its gradient is
-quantised along both dimensions where it is computed. On CUDA by the Triton kernels of :mod:`.float8_kernel` and torch's
-scaled grouped multiplication; elsewhere in plain PyTorch with the same numbers, up to the order of summation.
+quantised along both dimensions where it is computed. With a scale per row, on CUDA by the Triton kernels of
+:mod:`.float8_kernel` and torch's scaled grouped multiplication; or blockwise, by those of :mod:`.blockwise_kernel` and
+DeepGEMM. Elsewhere in plain PyTorch with the same numbers, up to the order of summation.
 
 For backward the rows, and gate and up of each row, are kept in bfloat16: no more than without quantisation. Rows in
 E4M3 would have scales along the wrong dimension, and dispatchers make the rows once more rather than keeping them.
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_moe.precision.blockwise_mm import blockwise_grouped_mm
 from lightning_moe.precision.float8_casts import groups_of
 from lightning_moe.precision.float8_linear import Quantised, casts_for, multiply_quantised
 from lightning_moe.precision.recipes import Recipe
@@ -29,12 +31,13 @@ Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 def float8_experts(recipe: Recipe) -> Experts:
     """Returns the :meth:`~lightning_moe.moe.experts.GroupedExperts.compute` of a recipe, differentiable.
 
-    On CUDA groups must be padded to 16 rows, as dispatchers do, and widths be multiples of 16. What comes in is cast to
-    bfloat16, and what comes out is cast back.
+    On CUDA groups must be padded to 16 rows, blockwise to 128, as dispatchers do, and widths be multiples of that. What
+    comes in is cast to bfloat16, and what comes out is cast back.
 
     Args:
-        recipe: FP8 with a scale per row.
+        recipe: FP8 with a scale per row, or blockwise with gradients of weights in high precision.
     """
+    blockwise = recipe.name == "fp8_blockwise"
     in_high_precision = recipe.wgrad_in_high_precision
 
     def compute(
@@ -42,7 +45,7 @@ def float8_experts(recipe: Recipe) -> Experts:
     ) -> Tensor:
         rows_bf16, gate_up_bf16, down_bf16 = (t.to(torch.bfloat16) for t in (rows_RD, gate_up_proj, down_proj))
         out_RD, _ = torch.ops.lightning_moe.float8_experts(
-            rows_bf16, gate_up_bf16, down_bf16, offsets_e, weights_R, in_high_precision
+            rows_bf16, gate_up_bf16, down_bf16, offsets_e, weights_R, in_high_precision, blockwise
         )
         return out_RD.to(rows_RD.dtype)
 
@@ -57,16 +60,17 @@ def _float8_experts(
     offsets_e: Tensor,
     weights_R: Tensor | None,
     in_high_precision: bool,
+    blockwise: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The result, and gate and up of each row, which backward needs."""
     if rows_RD.shape[0] == 0:  # a kernel over nothing cannot be launched
         return rows_RD.new_empty(rows_RD.shape), rows_RD.new_empty(0, gate_up_proj.shape[1])
-    casts = casts_for(rows_RD)
-    gate_up_R2F = _grouped_mm(
-        casts.quantise_rows(rows_RD.contiguous()), _quantise_weight(gate_up_proj.contiguous()), offsets_e
-    )
+    casts, grouped_mm = casts_for(rows_RD, blockwise), blockwise_grouped_mm if blockwise else _grouped_mm
+    rows, gate_up = casts.quantise_rows(rows_RD.contiguous()), casts.quantise_weight(gate_up_proj.contiguous())
+    gate_up_R2F = grouped_mm(rows, gate_up, offsets_e)
+    del rows, gate_up
     hidden = casts.swiglu_rows(gate_up_R2F, _contiguous(weights_R))
-    return _grouped_mm(hidden, _quantise_weight(down_proj.contiguous()), offsets_e), gate_up_R2F
+    return grouped_mm(hidden, casts.quantise_weight(down_proj.contiguous()), offsets_e), gate_up_R2F
 
 
 @_float8_experts.register_fake
@@ -77,6 +81,7 @@ def _(
     offsets_e: Tensor,
     weights_R: Tensor | None,
     in_high_precision: bool,
+    blockwise: bool = False,
 ) -> tuple[Tensor, Tensor]:
     return rows_RD.new_empty(rows_RD.shape), rows_RD.new_empty(rows_RD.shape[0], gate_up_proj.shape[1])
 
@@ -93,6 +98,7 @@ def _float8_experts_backward(
     in_high_precision: bool,
     of_rows: bool,
     of_parameters: bool,
+    blockwise: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of rows, both projections and routing weights; empty where not asked for."""
     grad_rows, grad_gate_up_proj, grad_down_proj, no_weights = (grad_RD.new_empty(0) for _ in range(4))
@@ -105,7 +111,7 @@ def _float8_experts_backward(
         if weights_R is not None:
             no_weights = weights_R.new_empty(weights_R.shape)
         return grad_rows, grad_gate_up_proj, grad_down_proj, no_weights
-    casts = casts_for(grad_RD)
+    casts, grouped_mm = casts_for(grad_RD, blockwise), blockwise_grouped_mm if blockwise else _grouped_mm
     grad_RD, weights_R = grad_RD.contiguous(), _contiguous(weights_R)
     quantises_columns = of_parameters and not in_high_precision
     grad_columns: Quantised | None = None
@@ -114,7 +120,7 @@ def _float8_experts_backward(
     else:
         grad = casts.quantise_rows(grad_RD)
     down = casts.quantise_weight_columns(down_proj.contiguous())
-    grad_hidden_RF = _grouped_mm(grad, down, offsets_e)
+    grad_hidden_RF = grouped_mm(grad, down, offsets_e)
     del grad, down
     if quantises_columns:
         hidden_columns, gate_up_columns, grad_gate_up, grad_weights = casts.swiglu_backward_columns(
@@ -139,7 +145,7 @@ def _float8_experts_backward(
         casts.zero_empty_groups(grad_gate_up_proj, offsets_e)
     if of_rows:
         gate_up = casts.quantise_weight_columns(gate_up_proj.contiguous())
-        grad_rows = _grouped_mm(grad_gate_up, gate_up, offsets_e)
+        grad_rows = grouped_mm(grad_gate_up, gate_up, offsets_e)
     return grad_rows, grad_gate_up_proj, grad_down_proj, no_weights if grad_weights is None else grad_weights
 
 
@@ -155,6 +161,7 @@ def _(
     in_high_precision: bool,
     of_rows: bool,
     of_parameters: bool,
+    blockwise: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def like(tensor: Tensor | None, wanted: bool) -> Tensor:
         return grad_RD.new_empty(0) if tensor is None or not wanted else tensor.new_empty(tensor.shape)
@@ -164,7 +171,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    rows_RD, gate_up_proj, down_proj, offsets_e, weights_R, ctx.in_high_precision = inputs
+    rows_RD, gate_up_proj, down_proj, offsets_e, weights_R, ctx.in_high_precision, ctx.blockwise = inputs
     _, gate_up_R2F = output
     ctx.mark_non_differentiable(gate_up_R2F)
     ctx.set_materialize_grads(False)  # there would be zeros for gate and up
@@ -173,7 +180,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, grad_RD: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_RD is None:
-        return (None,) * 6
+        return (None,) * 7
     rows_RD, gate_up_R2F, gate_up_proj, down_proj, offsets_e, weights_R = ctx.saved_tensors
     of_rows, of_gate_up, of_down = ctx.needs_input_grad[:3]
     grad_rows, grad_gate_up_proj, grad_down_proj, grad_weights = torch.ops.lightning_moe.float8_experts_backward(
@@ -187,6 +194,7 @@ def _backward(ctx: Any, grad_RD: Tensor | None, _: Tensor | None) -> tuple[Tenso
         ctx.in_high_precision,
         of_rows,
         of_gate_up or of_down,
+        ctx.blockwise,
     )
     return (
         grad_rows if of_rows else None,
@@ -195,15 +203,11 @@ def _backward(ctx: Any, grad_RD: Tensor | None, _: Tensor | None) -> tuple[Tenso
         None,
         grad_weights if weights_R is not None and ctx.needs_input_grad[4] else None,
         None,
+        None,
     )
 
 
 _float8_experts.register_autograd(_backward, setup_context=_save)
-
-
-def _quantise_weight(weight_eNK: Tensor) -> Quantised:
-    values, scale = casts_for(weight_eNK).quantise_rows(weight_eNK.flatten(0, 1))
-    return values.view(weight_eNK.shape), scale.view(weight_eNK.shape[:2])
 
 
 def _grouped_mm(a: Quantised, b: Quantised, offsets_e: Tensor) -> Tensor:

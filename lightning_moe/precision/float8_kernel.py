@@ -27,6 +27,7 @@ from lightning_moe.precision.float8_swiglu_kernel import swiglu_backward_columns
 __all__ = [
     "quantise_columns",
     "quantise_rows",
+    "quantise_weight",
     "quantise_weight_columns",
     "quantise_whole_columns",
     "swiglu_backward_columns",
@@ -163,6 +164,12 @@ def quantise_whole_columns(
     transposed_NM = x_MN.new_empty(width, padded, dtype=torch.float8_e4m3fn)
     (_, scale_1N), of = _quantise_tiles(x_MN, end, transposed_NM, of_rows)
     return (transposed_NM, scale_1N[0]), of
+
+
+def quantise_weight(weight_eNK: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`.float8_casts.quantise_weight`."""
+    values, scale = quantise_rows(weight_eNK.flatten(0, 1))
+    return values.view(weight_eNK.shape), scale.view(weight_eNK.shape[:2])
 
 
 def quantise_weight_columns(weight_eNK: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,9 @@
-"""Linears in FP8 with a scale per row and column of each product, as one operator with casts of our own.
+"""Linears in FP8 as one operator with casts of our own.
 
-On CUDA by the Triton kernels of :mod:`.float8_kernel` and torch's scaled multiplication; elsewhere in plain PyTorch
-with the same numbers, up to the order of summation. An operand is quantised by rows in one pass over memory, and the
-gradient of the output by rows and by columns in two.
+With a scale per row and column of each product, on CUDA by the Triton kernels of :mod:`.float8_kernel` and torch's
+scaled multiplication; or blockwise, by those of :mod:`.blockwise_kernel` and DeepGEMM. Elsewhere in plain PyTorch with
+the same numbers, up to the order of summation. An operand is quantised in one pass over memory; one with a scale for
+each of its columns in two.
 
 Kept for backward are the input and the weight in bfloat16, as without quantisation.
 
@@ -10,12 +11,16 @@ Shapes: ``M`` rows, ``K`` inner and ``N`` outer width.
 """
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_moe.precision.blockwise_casts import TILE
+from lightning_moe.precision.blockwise_mm import blockwise_mm
 from lightning_moe.precision.recipes import Recipe
 
 Quantised = tuple[Tensor, Tensor]  # values in E4M3, and scales in float32
@@ -25,38 +30,42 @@ Quantised = tuple[Tensor, Tensor]  # values in E4M3, and scales in float32
 def float8_linear(recipe: Recipe) -> Callable[[Tensor, Tensor], Tensor]:
     """Returns the function ``(x (..., K), weight (N, K)) -> (..., N)`` of a recipe, differentiable in both.
 
-    On CUDA widths must be multiples of 16; rows may be any number. What comes in is cast to bfloat16, and what comes
-    out is cast back.
+    On CUDA widths must be multiples of 16, and blockwise everywhere of 128; rows may be any number. What comes in is
+    cast to bfloat16, and what comes out is cast back.
 
     Args:
-        recipe: FP8 with a scale per row.
+        recipe: FP8 with a scale per row, or blockwise with gradients of weights in high precision.
     """
+    blockwise = recipe.name == "fp8_blockwise"
     in_high_precision = recipe.wgrad_in_high_precision
 
     def multiply(x: Tensor, weight_NK: Tensor) -> Tensor:
         x_MK = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
-        out_MN = torch.ops.lightning_moe.float8_linear(x_MK, weight_NK.to(torch.bfloat16), in_high_precision)
+        out_MN = torch.ops.lightning_moe.float8_linear(x_MK, weight_NK.to(torch.bfloat16), in_high_precision, blockwise)
         return out_MN.reshape(*x.shape[:-1], weight_NK.shape[0]).to(x.dtype)
 
     return multiply
 
 
 @torch.library.custom_op("lightning_moe::float8_linear", mutates_args=())
-def _float8_linear(x_MK: Tensor, weight_NK: Tensor, in_high_precision: bool) -> Tensor:
-    if x_MK.shape[0] == 0:  # a kernel over nothing cannot be launched
+def _float8_linear(x_MK: Tensor, weight_NK: Tensor, in_high_precision: bool, blockwise: bool = False) -> Tensor:
+    rows = x_MK.shape[0]
+    if rows == 0:  # a kernel over nothing cannot be launched
         return x_MK.new_empty(0, weight_NK.shape[0])
-    casts = casts_for(x_MK)
-    return multiply_quantised(casts.quantise_rows(x_MK.contiguous()), casts.quantise_rows(weight_NK.contiguous()))
+    casts, weight_NK = casts_for(x_MK, blockwise), weight_NK.contiguous()
+    if blockwise:
+        return blockwise_mm(casts.quantise_rows(_padded(x_MK)), casts.quantise_weight(weight_NK[None]))[:rows]
+    return multiply_quantised(casts.quantise_rows(x_MK.contiguous()), casts.quantise_rows(weight_NK))
 
 
 @_float8_linear.register_fake
-def _(x_MK: Tensor, weight_NK: Tensor, in_high_precision: bool) -> Tensor:
+def _(x_MK: Tensor, weight_NK: Tensor, in_high_precision: bool, blockwise: bool = False) -> Tensor:
     return x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0])
 
 
 @torch.library.custom_op("lightning_moe::float8_linear_backward", mutates_args=())
 def _float8_linear_backward(
-    grad_MN: Tensor, x_MK: Tensor | None, weight_NK: Tensor | None, in_high_precision: bool
+    grad_MN: Tensor, x_MK: Tensor | None, weight_NK: Tensor | None, in_high_precision: bool, blockwise: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the input, which needs the weight, and of the weight, which needs the input; empty without them."""
     grad_x, grad_weight = grad_MN.new_empty(0), grad_MN.new_empty(0)
@@ -67,7 +76,7 @@ def _float8_linear_backward(
         if x_MK is not None:
             grad_weight = grad_MN.new_zeros(width, x_MK.shape[1])
         return grad_x, grad_weight
-    casts, grad_MN = casts_for(grad_MN), grad_MN.contiguous()
+    casts, grad_MN = casts_for(grad_MN, blockwise), grad_MN.contiguous()
     grad: Quantised | None = None
     if x_MK is not None and in_high_precision:
         grad_weight = grad_MN.T @ x_MK
@@ -77,7 +86,10 @@ def _float8_linear_backward(
         # Over all tokens, what fast accumulation cuts off adds up: 5% of a gradient of kv_b_proj were measured.
         grad_weight = multiply_quantised(grad_columns, x_columns, fast=False)
         del grad_columns, x_columns
-    if weight_NK is not None:
+    if weight_NK is not None and blockwise:
+        weight_columns = casts.quantise_weight_columns(weight_NK.contiguous()[None])
+        grad_x = blockwise_mm(casts.quantise_rows(_padded(grad_MN)), weight_columns)[:rows]
+    elif weight_NK is not None:
         if grad is None:
             grad = casts.quantise_rows(grad_MN)
         weight_columns, _ = casts.quantise_whole_columns(weight_NK.contiguous())
@@ -86,38 +98,39 @@ def _float8_linear_backward(
 
 
 @_float8_linear_backward.register_fake
-def _(grad_MN: Tensor, x_MK: Tensor | None, weight_NK: Tensor | None, in_high_precision: bool) -> tuple[Tensor, Tensor]:
+def _(
+    grad_MN: Tensor, x_MK: Tensor | None, weight_NK: Tensor | None, in_high_precision: bool, blockwise: bool = False
+) -> tuple[Tensor, Tensor]:
     rows, width = grad_MN.shape
     grad_x = grad_MN.new_empty(0) if weight_NK is None else grad_MN.new_empty(rows, weight_NK.shape[1])
     return grad_x, grad_MN.new_empty(0) if x_MK is None else grad_MN.new_empty(width, x_MK.shape[1])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x_MK, weight_NK, ctx.in_high_precision = inputs
+    x_MK, weight_NK, *ctx.options = inputs
     of_x, of_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x_MK if of_weight else None, weight_NK if of_x else None)
 
 
 def _backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:
     x_MK, weight_NK = ctx.saved_tensors
-    grad_x, grad_weight = torch.ops.lightning_moe.float8_linear_backward(
-        grad_MN, x_MK, weight_NK, ctx.in_high_precision
-    )
-    return None if weight_NK is None else grad_x, None if x_MK is None else grad_weight, None
+    grad_x, grad_weight = torch.ops.lightning_moe.float8_linear_backward(grad_MN, x_MK, weight_NK, *ctx.options)
+    return None if weight_NK is None else grad_x, None if x_MK is None else grad_weight, None, None
 
 
 _float8_linear.register_autograd(_backward, setup_context=_save)
 
 
-def casts_for(operand: Tensor) -> Any:
-    """The module whose casts run where an operand is: Triton kernels on CUDA, :mod:`.float8_casts` elsewhere."""
-    if operand.device.type == "cuda":
-        from lightning_moe.precision import float8_kernel
+def has_operator(recipe: Recipe) -> bool:
+    """Whether :func:`float8_linear` and :func:`.float8_experts.float8_experts` have a recipe."""
+    return recipe.name == "fp8_rowwise" or (recipe.name == "fp8_blockwise" and recipe.wgrad_in_high_precision)
 
-        return float8_kernel
-    from lightning_moe.precision import float8_casts
 
-    return float8_casts
+def casts_for(operand: Tensor, blockwise: bool = False) -> Any:
+    """The module whose casts run where an operand is: Triton kernels on CUDA, plain PyTorch elsewhere."""
+    kind = "blockwise" if blockwise else "float8"
+    where = "kernel" if operand.device.type == "cuda" else "casts"
+    return importlib.import_module(f"lightning_moe.precision.{kind}_{where}")
 
 
 def multiply_quantised(a: Quantised, b: Quantised, *, fast: bool = True) -> Tensor:
@@ -148,3 +161,7 @@ def _scaled_mm(a: Quantised, b: Quantised, *, fast: bool = True) -> Tensor:
         out_dtype=torch.bfloat16,
         use_fast_accum=fast,
     )
+
+
+def _padded(x_MK: Tensor) -> Tensor:
+    return F.pad(x_MK, (0, 0, 0, -x_MK.shape[0] % TILE)).contiguous()

@@ -28,7 +28,7 @@ from lightning_moe.precision.conversion import (
 )
 from lightning_moe.precision.emulation import emulated_grouped_mm, emulated_linear
 from lightning_moe.precision.float8_experts import Experts, float8_experts
-from lightning_moe.precision.float8_linear import float8_linear
+from lightning_moe.precision.float8_linear import float8_linear, has_operator
 from lightning_moe.precision.machine import probe
 from lightning_moe.precision.measured import fastest
 from lightning_moe.precision.recipes import Recipe, fp8_blockwise, fp8_rowwise, fp8_tensorwise, mxfp8
@@ -213,11 +213,12 @@ class QuantisedPrecision(MoEPrecision):
         multiply: Any
         compute: Experts | None = None
         how = recipe.name if torchao is not None else f"{recipe.name}, emulated"
-        if candidate.kind == "linear" and torchao is not None and recipe.name == "fp8_rowwise":
+        own = torchao is not None and has_operator(recipe)
+        if candidate.kind == "linear" and own:
             multiply, how = float8_linear(recipe), f"{recipe.name}, fused casts"
         elif candidate.kind == "linear":
             multiply = torchao_linear(recipe) if torchao is not None else emulated_linear(recipe)
-        elif torchao is not None and recipe.name == "fp8_rowwise" and can_compute_as_one(candidate.module):
+        elif own and can_compute_as_one(candidate.module):
             compute, how = float8_experts(recipe), f"{recipe.name}, fused casts"
             # Of what is looked at in between; torchao always quantises for the gradients of weights.
             multiply = (emulated_grouped_mm if recipe.wgrad_in_high_precision else torchao_grouped_mm)(recipe)
@@ -232,8 +233,7 @@ class QuantisedPrecision(MoEPrecision):
         if self.emulate == "always":
             return "emulate is always"
         obstacle = why_not(recipe, candidate.kind, machine)
-        rowwise_experts = recipe.name == "fp8_rowwise" and candidate.kind == "grouped"
-        needs_own = rowwise_experts and recipe.wgrad_in_high_precision
+        needs_own = candidate.kind == "grouped" and recipe.wgrad_in_high_precision and has_operator(recipe)
         if obstacle is None and needs_own and not can_compute_as_one(candidate.module):
             return "gradients of weights in high precision need experts without a compute of their own"
         return obstacle
@@ -307,12 +307,14 @@ class MXFP8Precision(QuantisedPrecision):
 class BlockwiseFP8Precision(QuantisedPrecision):
     """Multiplies in FP8 as the DeepSeek-V3 report does (section 3.3): E4M3, tiles of 1x128 and blocks of 128x128.
 
-    Kernels for linears run on Hopper GPUs, those for experts there with DeepGEMM; elsewhere it is emulated.
+    Kernels for linears run on Hopper GPUs, those for experts there with DeepGEMM; elsewhere it is emulated. With
+    gradients of weights in high precision, linears and experts are operators with casts of our own, around DeepGEMM.
 
     Args:
         linears: What linears multiply in.
         grouped_mm: What experts multiply in.
-        wgrad_in_high_precision: Whether gradients of weights are multiplied in bfloat16; torchao has no kernels for it.
+        wgrad_in_high_precision: Whether gradients of weights are multiplied in bfloat16, rather than in FP8 as in the
+            report.
         include: As in :class:`QuantisedPrecision`.
         exclude: As in :class:`QuantisedPrecision`.
         emulate: As in :class:`QuantisedPrecision`.

@@ -103,7 +103,8 @@ for rows in (1, 17, 48):
         for on_gpu in (False, True):
             if on_gpu:
                 torch._scaled_mm, original = checked, torch._scaled_mm
-                module.casts_for, module.multiply_quantised = lambda operand: float8_kernel, module._scaled_mm
+                module.casts_for = lambda operand, blockwise: float8_kernel
+                module.multiply_quantised = module._scaled_mm
             out = multiply(x, weight)
             results.append((out, *torch.autograd.grad(out, (x, weight), grad, retain_graph=True)))
             if on_gpu:  # and each gradient by itself
