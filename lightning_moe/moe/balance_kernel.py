@@ -34,8 +34,8 @@ def _routing_counts_kernel(  # type: ignore[no-untyped-def]  # Triton reads anno
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * span
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * span
     experts = tl.arange(0, SLOTS)
     counts = tl.zeros((SLOTS, BLOCK), dtype=tl.int32)  # tokens last, where neighbouring threads read neighbours
     for start in range(first, tl.minimum(first + span, sequence), BLOCK):
@@ -64,7 +64,7 @@ def count_routed_kernel(indices_BSK: Tensor, n_routed_experts: int) -> Tensor:
     if indices_BSK.numel():
         slots = triton.next_power_of_2(n_routed_experts)
         block, span, spans = _spans(batch, sequence, slots)
-        _routing_counts_kernel[(spans, batch)](
+        _routing_counts_kernel[(batch, spans)](
             indices_BSK,
             counts_BE,
             sequence,
@@ -90,8 +90,8 @@ def _routing_shares_kernel(  # type: ignore[no-untyped-def]  # Triton reads anno
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * span
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * span
     experts = tl.arange(0, SLOTS)
     sums = tl.zeros((BLOCK, SLOTS), dtype=tl.float32)
     lengths = tl.zeros((BLOCK,), dtype=tl.int32)
@@ -103,7 +103,7 @@ def _routing_shares_kernel(  # type: ignore[no-untyped-def]  # Triton reads anno
         scores = tl.load(scores_ptr + cells, mask=valid[:, None] & (experts < EXPERTS)[None, :], other=0.0)
         sums += tl.where(valid[:, None], scores * (1.0 / tl.sum(scores, axis=1))[:, None], 0.0)
         lengths += valid.to(tl.int32)
-    place = row * tl.num_programs(0) + tl.program_id(0)
+    place = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(sums_ptr + place * EXPERTS + experts, tl.sum(sums, axis=0), mask=experts < EXPERTS)
     tl.store(lengths_ptr + place, tl.sum(lengths, axis=0))
 
@@ -157,7 +157,7 @@ def sequence_balance_kernel(scores_BSE: Tensor, indices_BSK: Tensor, counts_BE: 
         sums_BCE = scores_BSE.new_empty(batch, spans, experts)
         lengths_BC = torch.empty(batch, spans, dtype=torch.int32, device=scores_BSE.device)
         sizes = {"EXPERTS": experts, "TOP_K": top_k, "SLOTS": slots}
-        _routing_shares_kernel[(spans, batch)](
+        _routing_shares_kernel[(batch, spans)](
             scores_BSE, indices_BSK, sums_BCE, lengths_BC, sequence, span, **sizes, BLOCK=block
         )
         _routing_balance_kernel[(batch,)](
@@ -187,8 +187,9 @@ def _routing_balance_backward_kernel(  # type: ignore[no-untyped-def]  # Triton 
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(1).to(tl.int64)
-    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(sequence, BLOCK)
+    row = tl.program_id(0).to(tl.int64) // blocks
+    tokens = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     experts = tl.arange(0, SLOTS)
     exists = experts < EXPERTS
     inside = tokens < sequence
@@ -221,7 +222,7 @@ def sequence_balance_backward_kernel(
     if batch * sequence:
         slots = triton.next_power_of_2(experts)
         block = max(_CELLS // slots, 1)
-        _routing_balance_backward_kernel[(triton.cdiv(sequence, block), batch)](
+        _routing_balance_backward_kernel[(batch * triton.cdiv(sequence, block),)](  # other dimensions end at 65,535
             grad,
             scores_BSE,
             indices_BSK,
