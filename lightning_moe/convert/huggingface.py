@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_moe.convert.names import Piece
 from lightning_moe.convert.state import TensorSource, all_pieces, fill
@@ -64,12 +65,14 @@ def save_hf_checkpoint(
         max_shard_size: Largest size of one file in bytes, unless a single tensor is larger.
 
     Raises:
-        ValueError: The folder has files already, or Hugging Face's class cannot express the architecture.
+        ValueError: The folder has files already, Hugging Face's class cannot express the architecture, ``config`` is
+            that of another one, a value is not finite in its dtype, or the model is sharded over processes.
     """
     from safetensors.torch import save_file
 
-    directory = Path(directory)
+    directory = Path(directory).resolve()
     state = model.state_dict()
+    _check_export(state, config, dtype)
     main_dtype = dtype or state["embed_tokens.weight"].dtype
     config_json = hf_config(config, main_dtype)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -86,8 +89,9 @@ def save_hf_checkpoint(
 
     pieces = all_pieces(state, mtp_copies=True)
     shards = _split(pieces, [size_of(piece) for piece in pieces], max_shard_size)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".tmp", dir=directory.parent))
+    beside = directory if directory.exists() else directory.parent
+    beside.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".tmp", dir=beside))
     try:
         weight_map = {}
         for number, shard in enumerate(shards, start=1):
@@ -97,6 +101,9 @@ def save_hf_checkpoint(
                 piece.hf_name: state[piece.our_name][piece.place].detach().to("cpu", dtype_of(piece), copy=True)
                 for piece in shard
             }
+            for name, tensor in tensors.items():
+                if not tensor.isfinite().all():
+                    raise ValueError(f"{name} holds values that are not finite as {tensor.dtype}.")
             save_file(tensors, temporary / file_name, metadata={"format": "pt"})
             weight_map.update(dict.fromkeys(tensors, file_name))
         if len(shards) > 1:
@@ -104,10 +111,35 @@ def save_hf_checkpoint(
             _write_json(temporary / _INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
         _write_json(temporary / "config.json", config_json)
         temporary.chmod(0o777 & ~_umask())
-        os.replace(temporary, directory)
+        if directory.exists():  # it may be a mount point, which cannot be replaced
+            for file in sorted(temporary.iterdir(), key=lambda file: file.suffix == ".json"):
+                os.replace(file, directory / file.name)
+            temporary.rmdir()
+        else:
+            os.replace(temporary, directory)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _check_export(state: dict[str, Tensor], config: DeepSeekV3Config, dtype: torch.dtype | None) -> None:
+    if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
+        raise ValueError(f"dtype is {dtype}, but it must be torch.bfloat16, float16, float32 or float64.")
+    sharded = next((name for name, tensor in state.items() if isinstance(tensor, DTensor)), None)
+    if sharded is not None:
+        raise ValueError(
+            f"model: {sharded} is sharded over processes; load the checkpoint of the run into a model on one process "
+            "(DeepSeekV3.load_from_checkpoint), and export that."
+        )
+    with torch.device("meta"):
+        described = DeepSeekV3Model(config).state_dict()
+    for name in [*state, *described]:
+        present, wanted = (tuple(of[name].shape) if name in of else None for of in (state, described))
+        if present != wanted:
+            raise ValueError(
+                f"config does not describe the model: {name} is {present or 'missing'} in the model and "
+                f"{wanted or 'missing'} by config; give the config that the model was built with."
+            )
 
 
 def hf_config(config: DeepSeekV3Config, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:

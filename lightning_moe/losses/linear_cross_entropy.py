@@ -58,6 +58,9 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(hidden_TD.device.type):
         dtype = torch.get_autocast_dtype(hidden_TD.device.type)
         hidden_TD = hidden_TD.to(dtype)
+    if not torch.is_grad_enabled():
+        # A Function's needs_input_grad does not know of the mode: validation would compute the weight's gradient.
+        hidden_TD, weight_VD = hidden_TD.detach(), weight_VD.detach()
     if chunk_tokens is None:
         chunk_tokens = _chunk_tokens(hidden_TD.shape[0], weight_VD.shape[0], hidden_TD.device.type)
     loss, predictions_T = _LinearCrossEntropy.apply(hidden_TD, weight_VD, labels_T, predictions, chunk_tokens)

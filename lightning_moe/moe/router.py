@@ -97,6 +97,14 @@ class Router(nn.Module):
 
         return super()._apply(apply_but_keep_precision, recurse)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # With assign=True the tensors of the dictionary would be taken as they are.
+        for name in ("weight", "e_score_correction_bias"):
+            value = state_dict.get(prefix + name)
+            if value is not None and value.element_size() < 4:
+                state_dict[prefix + name] = value.float()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def forward(self, x_TD: Tensor, valid_T: Tensor | None = None) -> RoutingPlan:
         """Chooses experts. Where scores are equal, any of them may be chosen; the kernels take the lower expert.
 

@@ -66,6 +66,8 @@ class PrecisionHealth(Callback):
     ) -> None:
         if every_n_steps < 1:
             raise ValueError(f"every_n_steps is {every_n_steps}, but it must be at least 1, as in 100.")
+        if rows < 1:
+            raise ValueError(f"rows is {rows}, but it must be at least 1, as in 512.")
         if action not in ("warn", "stop"):
             raise ValueError(f"action is {action!r}, but it must be warn or stop.")
         self.every_n_steps = every_n_steps
@@ -119,8 +121,7 @@ class PrecisionHealth(Callback):
         sum_over_ranks: Callable[[Tensor], Tensor] = getattr(pl_module, "sum_over_data_ranks", lambda tensor: tensor)
         sums = sum_over_ranks(torch.stack(list(self._sums.values()))).tolist()
         self.latest = {name: _health(*values) for name, values in zip(self._sums, sums, strict=True)}
-        for name, health in self.latest.items():
-            self.first_log2_amax.setdefault(name, health.log2_amax)
+        self._remember_first()
         for logger in trainer.loggers:
             logger.log_metrics(self._metrics(), step=trainer.global_step)
         self._judge(trainer)
@@ -162,11 +163,14 @@ class PrecisionHealth(Callback):
     @torch.no_grad()
     def _note(self, place: str, operand: Tensor, tile: Tile, recipe: Recipe, element: ElementFormat) -> None:
         rows = operand.detach().reshape(-1, operand.shape[-1])
-        if len(rows) > self.rows:
-            # Whole blocks of weights; of activations, rows from all over the batch.
-            rows = rows[: self.rows] if tile[0] != 1 else rows[:: len(rows) // self.rows][: self.rows]
+        # One scale for all of an operand is that of what is not looked at, too.
+        amax = rows.abs().amax() if tile == (0, 0) and rows.numel() else None
+        if len(rows) > self.rows and tile[0] > 1:
+            rows = rows[: self.rows]  # whole blocks
+        elif len(rows) > self.rows:
+            rows = rows[torch.arange(self.rows, device=rows.device) * len(rows) // self.rows]  # from all over the batch
         if rows.numel():
-            self._sums[place] = _sums(rows, tile, recipe, element)
+            self._sums[place] = _sums(rows, tile, recipe, element, amax)
         else:  # a rank without tokens takes part in the sum over ranks
             self._sums[place] = torch.zeros(7, dtype=torch.float64, device=operand.device)
 
@@ -186,8 +190,14 @@ class PrecisionHealth(Callback):
             metrics[f"precision_modules/{name}/drift"] = self._drift(name)
         return metrics
 
+    def _remember_first(self) -> None:
+        for name, health in self.latest.items():
+            if math.isfinite(health.log2_amax):  # neither of zeros, nor of a step that is skipped
+                self.first_log2_amax.setdefault(name, health.log2_amax)
+
     def _drift(self, name: str) -> float:
-        return self.latest[name].log2_amax - self.first_log2_amax[name]
+        drift = self.latest[name].log2_amax - self.first_log2_amax.get(name, math.nan)
+        return drift if math.isfinite(drift) else 0.0
 
     def _judge(self, trainer: Trainer) -> None:
         crossed = list(self._crossed())
@@ -212,10 +222,10 @@ class PrecisionHealth(Callback):
                 yield f"{name} has drifted by 2**{self._drift(name):+.1f}, above max_drift {self.max_drift}"
 
 
-def _sums(rows: Tensor, tile: Tile, recipe: Recipe, element: ElementFormat) -> Tensor:
+def _sums(rows: Tensor, tile: Tile, recipe: Recipe, element: ElementFormat, whole_amax: Tensor | None = None) -> Tensor:
     """Sums over an operand that can be added over processes, float64."""
     tiles, amax = tiled(rows, tile)
-    tiles, amax = tiles.float(), amax.float()
+    tiles, amax = tiles.float(), (amax if whole_amax is None else whole_amax.expand_as(amax)).float()
     scale, inverse = scale_of(amax, recipe.scale, element)
     scaled = tiles * inverse
     rounded = round_to_element(scaled, element)
@@ -238,4 +248,5 @@ def _health(
 ) -> OperandHealth:
     sqnr = 10 * math.log10(signal / noise) if noise > 0 and signal > 0 else (math.inf if noise == 0 else math.nan)
     count = max(present, 1.0)
-    return OperandHealth(sqnr, lost / count, saturated / count, log2_amax / count, nonfinite)
+    magnitude = log2_amax / count if present else math.nan
+    return OperandHealth(sqnr, lost / count, saturated / count, magnitude, nonfinite)

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +325,38 @@ def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     save_hf_checkpoint(model, config, tmp_path / "empty")
     with pytest.raises(ValueError, match="already holds something"):
         save_hf_checkpoint(model, config, tmp_path / "empty")
+
+
+@pytest.mark.parametrize("place", ["link", "."])
+def test_an_empty_folder_is_filled_where_it_is(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    monkeypatch.chdir(tmp_path / "empty")
+    config = smaller_config()
+    model = random_model(config)
+    save_hf_checkpoint(model, config, tmp_path / "link" if place == "link" else place)
+    assert sorted(file.name for file in (tmp_path / "empty").iterdir()) == ["config.json", "model.safetensors"]
+    loaded = DeepSeekV3Model(config)
+    load_hf_checkpoint(loaded, tmp_path / "empty")
+    assert_same(loaded.state_dict(), model.state_dict())
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    config = smaller_config()
+    model = random_model(config)
+    for dtype in (torch.int32, torch.float8_e4m3fn):
+        with pytest.raises(ValueError, match=f"dtype is {dtype}, but it must be"):
+            save_hf_checkpoint(model, config, tmp_path / "hf", dtype=dtype)
+    other = replace(config, vocab_size=2 * config.vocab_size)
+    with pytest.raises(ValueError, match="config does not describe the model: embed_tokens.weight is"):
+        save_hf_checkpoint(model, other, tmp_path / "hf")
+    with pytest.raises(ValueError, match="config does not describe the model: .* missing in the model"):
+        save_hf_checkpoint(model, replace(config, num_hidden_layers=5), tmp_path / "hf")
+    with torch.no_grad():
+        model.norm.weight[3] = 1e6
+    with pytest.raises(ValueError, match=r"model.norm.weight holds values that are not finite as torch.float16"):
+        save_hf_checkpoint(model, config, tmp_path / "hf", dtype=torch.float16)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

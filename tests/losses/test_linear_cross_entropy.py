@@ -1,7 +1,10 @@
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_moe.losses.linear_cross_entropy import linear_cross_entropy
 from tests.tensors import grad
@@ -103,13 +106,26 @@ def test_predictions() -> None:
     torch.testing.assert_close(result.predictions_T, expected)
 
 
-def test_without_gradients_the_loss_is_the_same() -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_the_loss_is_the_same_and_none_are_computed(mode: Any) -> None:
     hidden, weight, labels = draw()
-    expected = linear_cross_entropy(hidden, weight, labels, chunk_tokens=4).loss
-    with torch.no_grad():
-        result = linear_cross_entropy(hidden, weight, labels, chunk_tokens=4)
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    with Operations():
+        expected = linear_cross_entropy(hidden, weight, labels, chunk_tokens=23).loss
+    assert names.count("mm") + names.count("addmm_") == 3  # logits, and both gradients
+    names.clear()
+    with mode(), Operations():
+        result = linear_cross_entropy(hidden, weight, labels, chunk_tokens=23)
     assert torch.equal(result.loss, expected)
     assert not result.loss.requires_grad
+    assert "addmm_" not in names
+    assert names.count("mm") + names.count("linear") == 1
 
 
 @pytest.mark.parametrize("trained", ["hidden", "weight"])

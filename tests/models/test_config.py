@@ -95,6 +95,9 @@ def test_rope_parameters_of_transformers_5(tmp_path: Path) -> None:
     config = DeepSeekV3Config.from_json(path)
     assert config.rope_theta == 50000.0
     assert config.rope_scaling == YarnScaling(32.0, 4096, 32.0, 1.0, mscale=0.0, mscale_all_dim=0.0)
+    # Without it, the positions that the file names are those before the extension, as in transformers.
+    path = written(tmp_path, rope_scaling={"type": "yarn", "factor": 2.0}, max_position_embeddings=16384)
+    assert DeepSeekV3Config.from_json(path).rope_scaling == YarnScaling(2.0, 16384, 32.0, 1.0, 0.0, 0.0)
     default = written(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, rope_scaling=None)
     assert DeepSeekV3Config.from_json(default).rope_scaling is None
 
@@ -108,6 +111,10 @@ def test_rope_parameters_of_transformers_5(tmp_path: Path) -> None:
         ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
         ({"moe_layer_freq": 2}, "moe_layer_freq is 2"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.type is 'linear'"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', but it must be null"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling has no factor"),
+        ({"rope_theta": None}, "rope_theta is None, but it must be a number"),
+        ({"num_nextn_predict_layers": None}, "num_nextn_predict_layers is None, but it must be a whole number"),
         ({"rope_interleave": False}, "rope_interleave is False"),
         (
             {"index_topk": 2048, "index_n_heads": 64, "model_type": "deepseek_v32"},
@@ -151,6 +158,12 @@ BAD = [
     ({"vocab_size": 0}, "vocab_size", "vocab_size=129280"),
     ({"moe_intermediate_size": 0}, "moe_intermediate_size", "moe_intermediate_size=2048"),
     ({"n_routed_experts": 0}, "n_routed_experts", "n_routed_experts=256"),
+    ({"n_routed_experts": 1, "n_group": 1}, "n_routed_experts", "n_routed_experts=2"),
+    ({"n_group": None}, "n_group", "n_group=8"),
+    ({"hidden_size": 128.0}, "hidden_size", "hidden_size=7168"),
+    ({"num_hidden_layers": True}, "num_hidden_layers", "num_hidden_layers=61"),
+    ({"rope_theta": "10000"}, "rope_theta", "rope_theta=10000.0"),
+    ({"norm_topk_prob": 1}, "norm_topk_prob", "norm_topk_prob=true"),
     ({"n_shared_experts": -1}, "n_shared_experts", "n_shared_experts=1"),
     ({"first_k_dense_replace": 5}, "first_k_dense_replace", "first_k_dense_replace=4"),
     ({"q_lora_rank": 0}, "q_lora_rank", "q_lora_rank=null"),
@@ -200,7 +213,8 @@ def test_what_is_allowed() -> None:
     assert replace(tiny, n_shared_experts=0, q_lora_rank=None).q_lora_rank is None
     # A group of one expert is enough where its best expert is its score, and without groups.
     assert replace(tiny, n_group=16, topk_group=8, topk_method="group_limited_greedy").topk_group == 8
-    assert replace(tiny, n_routed_experts=1, n_group=1, topk_group=1, num_experts_per_tok=1).n_routed_experts == 1
+    assert replace(tiny, rms_norm_eps=1, routed_scaling_factor=2).routed_scaling_factor == 2
+    assert YarnScaling(beta_fast=1.0, beta_slow=1.0).beta_fast == 1.0  # as in Kimi-K2
     assert tiny.qk_head_dim == 48
 
 

@@ -134,6 +134,16 @@ def test_float32_inside_forward_whatever_the_model_is_cast_to(cast: str) -> None
     assert torch.equal(plan.indices_TK, expected.indices_TK)
 
 
+def test_tensors_that_are_assigned_keep_float32() -> None:
+    state = {name: tensor.bfloat16() for name, tensor in make().state_dict().items()}
+    with torch.device("meta"):
+        router = make()
+    router.load_state_dict(state, assign=True)
+    assert router.weight.dtype == router.e_score_correction_bias.dtype == torch.float32
+    assert torch.equal(router.weight.detach(), state["weight"].float())
+    assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}  # what was given is as it was
+
+
 def test_bias_takes_a_thousand_small_steps_after_a_cast() -> None:
     router = make().to(torch.bfloat16)
     router.e_score_correction_bias.fill_(1.0)

@@ -80,6 +80,17 @@ def test_rows_are_sampled_from_all_over() -> None:
     assert note(x, mxfp8(), rows=10).sqnr > 20
 
 
+def test_the_last_rows_are_looked_at_too() -> None:
+    for count in (1000, 1023, 1535):
+        x = torch.ones(count, 32)
+        x[-4:] = math.nan
+        assert note(x, mxfp8(), rows=512).nonfinite >= 1, count
+        x[-4:], x[-1, 0] = 1.0, 1e7
+        # The one scale is that of all rows, whether they are looked at or not.
+        assert note(x, fp8_tensorwise(), rows=10).underflow > 0.99, count
+        assert note(x, fp8_rowwise(), rows=10).underflow < 0.05, count
+
+
 @pytest.mark.parametrize("plugin", [MXFP8Precision, Float8Precision, BlockwiseFP8Precision])
 def test_every_converted_module_is_measured_and_nothing_else_changes(plugin: Any, tmp_path: Path) -> None:
     health = PrecisionHealth(every_n_steps=2)
@@ -165,6 +176,15 @@ def test_drift_counts_from_the_first_measurement_of_the_run() -> None:
         run(again, steps=1)
 
 
+def test_drift_is_from_the_first_magnitude_there_is() -> None:
+    health = PrecisionHealth(max_drift=0.5)
+    for operand, drift in ((0.0, 0.0), (math.inf, 0.0), (2.0, 0.0), (16.0, 3.0), (0.0, 0.0)):
+        health.latest = {"x": note(torch.full((2, 32), operand), mxfp8())}
+        health._remember_first()
+        assert health._drift("x") == drift
+    assert health.first_log2_amax == {"x": 1.0}
+
+
 def on_two(folder: Path) -> None:
     health = PrecisionHealth(every_n_steps=2, min_sqnr=60.0, action="stop")
     module = DeepSeekV3(CONFIG, sgd)
@@ -193,7 +213,12 @@ def test_processes_decide_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [({"every_n_steps": 0}, "at least 1"), ({"action": "abort"}, "must be warn or stop")]
+    ("arguments", "message"),
+    [
+        ({"every_n_steps": 0}, "at least 1"),
+        ({"rows": 0}, "rows is 0, but it must be at least 1"),
+        ({"action": "abort"}, "must be warn or stop"),
+    ],
 )
 def test_wrong_values(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

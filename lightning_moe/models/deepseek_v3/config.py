@@ -39,9 +39,9 @@ class YarnScaling:
                 raise ValueError(f"rope_scaling.{name} is {getattr(self, name)}, but it must be positive, as in 40.")
         if self.factor < 1:
             raise ValueError(f"rope_scaling.factor is {self.factor}, but an extension needs at least 1, as in 40.")
-        if self.beta_fast <= self.beta_slow:
+        if self.beta_fast < self.beta_slow:  # equal in Kimi-K2
             raise ValueError(
-                f"rope_scaling.beta_fast is {self.beta_fast}, but it must be larger than beta_slow "
+                f"rope_scaling.beta_fast is {self.beta_fast}, but it must be at least beta_slow "
                 f"({self.beta_slow}); DeepSeek-V3 has 32 and 1."
             )
 
@@ -119,6 +119,7 @@ class DeepSeekV3Config:
     mtp_input: Literal["post_norm", "pre_norm"] = "post_norm"
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._check_ranges()
         self._check_routing()
         if self.qk_rope_head_dim % 2:
@@ -147,6 +148,18 @@ class DeepSeekV3Config:
     def _fail(self, name: str, rule: str, works: Any) -> None:
         raise ValueError(f"{name} is {getattr(self, name)!r}, but it {rule}. A value that works: {name}={works}.")
 
+    def _check_types(self) -> None:
+        for field in fields(self):
+            value, default = getattr(self, field.name), field.default
+            if isinstance(default, bool):
+                if not isinstance(value, bool):
+                    self._fail(field.name, "must be true or false", str(default).lower())
+            elif isinstance(default, int) and not (field.name == "q_lora_rank" and value is None):
+                if isinstance(value, bool) or not isinstance(value, int):
+                    self._fail(field.name, "must be a whole number", default)
+            elif isinstance(default, float) and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                self._fail(field.name, "must be a number", default)
+
     def _check_ranges(self) -> None:
         positive = (
             "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads "
@@ -157,6 +170,8 @@ class DeepSeekV3Config:
         for name in positive.split():
             if not getattr(self, name) > 0:
                 self._fail(name, "must be positive", defaults[name])
+        if self.n_routed_experts == 1:
+            self._fail("n_routed_experts", "must be at least 2, so that there is a choice", 2)
         for name in ("hidden_size", "moe_intermediate_size"):
             if getattr(self, name) % 8:
                 works = -(-getattr(self, name) // 8) * 8
@@ -314,10 +329,13 @@ def fields_from_json(path: str | Path) -> dict[str, Any]:
     if unknown:
         raise ValueError(f"{path}: unknown keys {', '.join(sorted(unknown))}; this is not a DeepSeek-V3 config.json.")
     read["n_shared_experts"] = raw.get("n_shared_experts") or 0
-    rope: dict[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope: Any = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f'{path}: rope_scaling is {rope!r}, but it must be null, or {{"type": "yarn", "factor": 40}}.')
     theta: Any = rope.get("rope_theta", raw.get("rope_theta", DeepSeekV3Config.rope_theta))
-    read["rope_theta"] = float(theta)
-    read["rope_scaling"] = _yarn_from_json(rope, path)
+    read["rope_theta"] = float(theta) if isinstance(theta, int) else theta
+    longest = raw.get("max_position_embeddings", DeepSeekV3Config.max_position_embeddings)
+    read["rope_scaling"] = _yarn_from_json({"original_max_position_embeddings": longest, **rope}, path)
     dropped = sorted(key for key in raw if key in _FIXED or key in _IGNORED)
     notes = [f"{path}: not needed for training: {', '.join(dropped) or 'nothing'}"]
     if read["rope_scaling"]:
@@ -334,6 +352,8 @@ def _yarn_from_json(rope: dict[str, Any], path: Path) -> dict[str, Any] | None:
         return None
     if kind != "yarn":
         raise ValueError(f"{path}: rope_scaling.type is {kind!r}, but DeepSeek-V3 has 'yarn' or none.")
+    if rope.get("factor") is None:
+        raise ValueError(f"{path}: rope_scaling has no factor; DeepSeek-V3 has 40.")
     names = {field.name for field in fields(YarnScaling)}
     unknown = set(rope) - names - {"rope_theta", "rope_type"}
     if unknown:
