@@ -76,7 +76,7 @@ def find_last_checkpoint(run_dir: str | Path) -> Path | None:
     """
     complete = {path.resolve() for path in _checkpoints(Path(run_dir)) if is_complete(path)}
     newest_first = sorted(complete, key=lambda path: (_saved_at(path), path.name), reverse=True)
-    return next((path for path in newest_first if "loops" in (_content(path) or {})), None)
+    return next((path for path in newest_first if "callbacks" in (_content(path) or {})), None)
 
 
 def is_complete(checkpoint: Path) -> bool:

@@ -20,7 +20,7 @@ from tests.callbacks.standins import arguments
 
 def _checkpoint(path: Path, step: int, at: float, **more: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"global_step": step, "loops": {}, "weight": torch.zeros(1000), **more}, path)
+    torch.save({"global_step": step, "callbacks": {}, "weight": torch.zeros(1000), **more}, path)
     os.utime(path, (at, at))
     return path
 
@@ -44,7 +44,7 @@ def test_half_written_checkpoints_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "step=3.ckpt").write_bytes(b"")
     (tmp_path / "step=4.ckpt.123.tmp").write_bytes(whole.read_bytes())
     (tmp_path / "last.ckpt").symlink_to("gone.ckpt")
-    torch.save({"state_dict": {}, "global_step": 9}, tmp_path / "weights_only.ckpt")
+    torch.save({"state_dict": {}, "loops": {}, "global_step": 9}, tmp_path / "weights_only.ckpt")
     sharded = tmp_path / "step=5.ckpt"
     sharded.mkdir()
     _checkpoint(sharded / "meta.pt", 5, at=500)
@@ -57,14 +57,14 @@ def test_half_written_checkpoints_are_passed_over(tmp_path: Path) -> None:
 
 def test_a_kill_while_saving_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.ckpt"
-    AtomicCheckpointIO().save_checkpoint({"loops": {}, "global_step": 1}, path)
+    AtomicCheckpointIO().save_checkpoint({"callbacks": {}, "global_step": 1}, path)
 
     def die(*_: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lightning_moe.run_directory.os.fsync", die)
     with pytest.raises(KeyboardInterrupt):
-        AtomicCheckpointIO().save_checkpoint({"loops": {}, "global_step": 2}, path)
+        AtomicCheckpointIO().save_checkpoint({"callbacks": {}, "global_step": 2}, path)
     assert read_progress(path).global_step == 1
     assert [file.name for file in tmp_path.iterdir()] == ["x.ckpt"]
 

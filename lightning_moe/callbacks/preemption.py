@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
@@ -99,7 +100,9 @@ class Preemption(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if self._between_steps and trainer.state.fn == TrainerFn.FITTING:
+        # A validation of averaged weights, which are in the model's place until its end, is waited for.
+        averages = any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+        if self._between_steps and trainer.state.fn == TrainerFn.FITTING and not averages:
             self._stop_if_agreed(trainer, validating=True)
 
     @override

@@ -30,7 +30,7 @@ class RunCheckpoint(ModelCheckpoint):
         every_n_train_steps: Optimizer steps between checkpoints. Without it and ``train_time_interval``: 1000.
         train_time_interval: Time between checkpoints, such as ``"0:30:00"``, instead of ``every_n_train_steps``.
         save_weights_only: Whether to leave out what resuming needs.
-        save_on_exception: Whether to save when training fails.
+        save_on_exception: Whether to save when training fails; for one process.
         verbose: Whether to print each checkpoint's name.
     """
 
@@ -91,8 +91,8 @@ class RunCheckpoint(ModelCheckpoint):
         if self.save_last == "link":
             # Lightning removes the old checkpoint before it moves the link
             self._link_checkpoint(trainer, filepath, str(Path(filepath).parent / f"{self.CHECKPOINT_NAME_LAST}.ckpt"))
-        # Left by Ctrl-C, and older than what was just saved
-        trainer.strategy.remove_checkpoint(Path(filepath).parent / INTERRUPTED)
+        if not self.save_weights_only:  # left by Ctrl-C, and older than what was just saved
+            trainer.strategy.remove_checkpoint(Path(filepath).parent / INTERRUPTED)
 
     @staticmethod
     @override

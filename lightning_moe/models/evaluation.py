@@ -4,6 +4,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_moe.metrics import ExpertLoad, MTPAccuracy, TokenMean
 from lightning_moe.metrics.expert_load import expert_load_values
@@ -48,17 +49,20 @@ class Evaluation(nn.Module):
             stage: Prefix of the names, such as ``"val"``.
         """
         values = {f"{stage}/loss": self.loss.compute()}
-        self.loss.reset()
         for depth, mean in enumerate(self.mtp_losses, start=1):
             values[f"{stage}/mtp_loss_{depth}"] = cast(TokenMean, mean).compute()
-            cast(TokenMean, mean).reset()
         if self.mtp_accuracy is not None:
             values.update(_mtp_values(stage, self.mtp_accuracy.compute()))
-            self.mtp_accuracy.reset()
         if self.expert_load is not None:
             values.update(_load_values(stage, self.expert_load.compute()))
-            self.expert_load.reset()
+        self.reset()
         return values
+
+    def reset(self) -> None:
+        """Forgets what was added."""
+        for metric in self.modules():
+            if isinstance(metric, Metric):
+                metric.reset()
 
 
 def step_values(sums: dict[str, Tensor], expert_counts: list[Tensor]) -> dict[str, Tensor]:

@@ -337,8 +337,19 @@ class MoELightningModule(LightningModule):
         if self._resolved_schedule is None:
             return
         multiplier = self._resolved_schedule.multiplier(self.tokens_seen + self._window_positions())
-        for group, configured in zip(optimizer.param_groups, self._configured_groups, strict=True):
+        for group, configured in self._groups(optimizer):
             group["lr"] = configured["lr"] * multiplier
+
+    def _groups(self, optimizer: Optimizer) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Parameter groups and what was configured for each; none where a subclass makes the optimizer itself."""
+        present, configured = optimizer.param_groups, self._configured_groups
+        if configured and len(present) != len(configured):
+            raise ValueError(
+                f"The optimizer has {len(present)} parameter groups, but {len(configured)} when it was made.\n"
+                "A callback that adds groups in training (as BaseFinetuning does) does not work here; give all "
+                "parameters in configure_optimizers, and freeze them by requires_grad."
+            )
+        return list(zip(present, configured, strict=bool(configured)))
 
     @property
     def _data_ranks(self) -> int:
@@ -413,9 +424,11 @@ class MoELightningModule(LightningModule):
 
     def on_train_start(self) -> None:
         """Lets the configured optimizer options win over those of a loaded checkpoint."""
-        if self._configured_groups:  # none where a subclass makes the optimizer itself
-            for group, configured in zip(self.trainer.optimizers[0].param_groups, self._configured_groups, strict=True):
-                group.update(configured)
+        schedulers_own = _OF_SCHEDULERS if self.trainer.lr_scheduler_configs else ()
+        for group, configured in self._groups(self.trainer.optimizers[0]):
+            group.update({key: value for key, value in configured.items() if key not in schedulers_own})
+        if self.trainer.global_step == 0:
+            self.tokens_seen = 0  # those of another run, whose weights this one begins with
         self.clock = StepClock(self.device, self.tokens_seen)
         self._step_sums = StepSums()  # a run that stopped within an accumulation window leaves sums behind
         self._report, self._has_reported, self._skipped_steps = None, False, None
@@ -427,6 +440,15 @@ class MoELightningModule(LightningModule):
     def on_validation_end(self) -> None:
         """Ends the time that throughput leaves out."""
         self.clock.resume()
+
+    def on_validation_epoch_start(self) -> None:
+        """Starts the means anew, also after a validation that did not come to its end."""
+        if self.evaluation is not None:
+            self.evaluation.reset()
+
+    def on_test_epoch_start(self) -> None:
+        """Starts the means anew."""
+        self.on_validation_epoch_start()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Adds a batch to the means over tokens."""
@@ -485,6 +507,10 @@ class MoELightningModule(LightningModule):
                 "tokens cannot go on from it."
             )
         self.tokens_seen = checkpoint["tokens_seen"]
+
+
+# What learning-rate schedulers write into parameter groups.
+_OF_SCHEDULERS = frozenset(("lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas"))
 
 
 def _model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:

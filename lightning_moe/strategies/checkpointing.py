@@ -7,6 +7,7 @@ is unpickled beyond what ``weights_only=True`` allows: torch.distributed.checkpo
 tensors, so it is given none.
 """
 
+import os
 import pickle
 import shutil
 import warnings
@@ -118,7 +119,10 @@ def save_directory(
     with _quiet():
         dcp.save(tensors, checkpoint_id=temporary, no_dist=not dist.is_initialized())
     if rank == 0:
-        torch.save({**rest, "optimizers": plain}, temporary / META_FILE)
+        with (temporary / META_FILE).open("wb") as file:
+            torch.save({**rest, "optimizers": plain}, file)
+            file.flush()
+            os.fsync(file.fileno())  # as the shards are, so that a name stands for a whole checkpoint
     barrier()
     if rank == 0:
         _replace(temporary, path)
@@ -278,6 +282,11 @@ def _make_optimizer_state(
     module: nn.Module, optimizer: Optimizer, stored: dict[str, Any], prefix: str, plain: dict[str, Any]
 ) -> dict[str, Tensor]:
     """Makes empty optimizer states as the directory has them; returns them by name, to be filled."""
+    if not plain:
+        raise ValueError(
+            "The checkpoint holds weights alone, from which training cannot go on; give one with the optimizer as "
+            "ckpt_path, or begin a run of its own with load_from_checkpoint."
+        )
     saved_class, groups = plain.get("class"), plain.get("groups", [])
     if saved_class not in (None, type(optimizer).__name__) or len(groups) != len(optimizer.param_groups):
         raise ValueError(

@@ -62,12 +62,24 @@ class StatefulEqualBatches(EqualBatches):
     """The same, around a loader that saves its position."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the loader."""
-        return self.loader.state_dict()
+        """The states of the loaders of all processes; a collective, as one of them alone writes the checkpoint."""
+        states: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(states, self.loader.state_dict(), group=self.group)
+        return {"of_ranks": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Gives the loader its state."""
-        self.loader.load_state_dict(state_dict)
+        """Gives the loader of this process its state.
+
+        Raises:
+            ValueError: The checkpoint is of another number of processes.
+        """
+        states, processes = state_dict.get("of_ranks", [state_dict]), dist.get_world_size(self.group)
+        if len(states) != processes:
+            raise ValueError(
+                f"The checkpoint holds the positions of {type(self.loader).__name__} on {len(states)} processes, but "
+                f"now there are {processes}; go on with {len(states)}, or with a loader that saves no position."
+            )
+        self.loader.load_state_dict(states[dist.get_rank(self.group)])
 
 
 def equal_batches(loader: Any, group: dist.ProcessGroup | None) -> Any:

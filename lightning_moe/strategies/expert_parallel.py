@@ -26,7 +26,7 @@ from lightning_moe.precision.plugin import MoEPrecision, tokens_of_forward
 from lightning_moe.strategies.checkpointing import load_directory, load_file, save_directory
 from lightning_moe.strategies.dispatchers import DispatcherCallable, DispatcherName, distribute_experts
 from lightning_moe.strategies.equal_batches import equal_batches
-from lightning_moe.strategies.gathering import release_gathered, sharded_modules
+from lightning_moe.strategies.gathering import forget_gradients, release_gathered, sharded_modules
 from lightning_moe.strategies.launching import check_launch
 from lightning_moe.strategies.lost_ranks import report_lost_ranks
 from lightning_moe.strategies.mesh import Layout, MoEMesh, resolve_layout, sum_over_processes
@@ -273,10 +273,12 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             loop.inference_mode = False
         self._sharded = [] if self.lightning_module is None else sharded_modules(self.lightning_module)
         release_gathered(self._sharded)
+        forget_gradients(self._sharded)
         model = getattr(self.lightning_module, "model", None)
         if not self.dispatchers and isinstance(model, MoEModel):  # assembled for a Trainer before
             self.dispatchers = list(dict.fromkeys(layer.dispatcher for _, layer in model.moe_layers()))
         if trainer.state.fn == TrainerFn.FITTING:
+            _check_checkpoints(trainer)
             self.setup_optimizers(trainer)
             trained: Any = self.lightning_module
             by_value = trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm == "value"
@@ -311,22 +313,26 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         """
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} writes directories itself and takes no storage_options.")
+        _check_local("A checkpoint's path", filepath)
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         with_optimizers = self._named_optimizers() if "optimizer_states" in checkpoint else []
         save_directory(Path(self.broadcast(filepath)), checkpoint["state_dict"], with_optimizers, rest, self.barrier)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint directory of any layout, or a single file of Lightning, always with ``weights_only``."""
+        """Reads a checkpoint directory of any layout, or a single file of Lightning, always with ``weights_only``.
+
+        Weights go into the module, and are returned as it has them; optimizers get their states in training alone.
+        """
         assert self.lightning_module is not None
+        _check_local("ckpt_path", checkpoint_path)
         path = Path(self.broadcast(checkpoint_path))
         load = load_directory if path.is_dir() else load_file
-        return load(
-            path,
-            self.lightning_module.state_dict(),
-            self._named_optimizers(),
-            strict=self.lightning_module.strict_loading,
-        )
+        weights = self.lightning_module.state_dict()
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self._named_optimizers() if fits else []
+        rest = load(path, weights, optimizers, strict=self.lightning_module.strict_loading)
+        return {**rest, "state_dict": weights}
 
     @override
     def teardown(self) -> None:
@@ -341,6 +347,26 @@ class ExpertParallelStrategy(ModelParallelStrategy):
     def _named_optimizers(self) -> list[tuple[nn.Module, Optimizer]]:
         assert self.lightning_module is not None
         return [(self.lightning_module, optimizer) for optimizer in self.optimizers]
+
+
+def _check_checkpoints(trainer: Any) -> None:
+    _check_local("trainer.default_root_dir", trainer.default_root_dir)
+    for callback in trainer.checkpoint_callbacks:
+        _check_local(f"{type(callback).__name__}.dirpath", getattr(callback, "dirpath", None))
+        if trainer.world_size > 1 and getattr(callback, "save_on_exception", False):
+            raise ValueError(
+                f"{type(callback).__name__} has save_on_exception=True, but where one of {trainer.world_size} "
+                "processes fails the others do not save with it, and all would wait for the timeout.\n"
+                "Leave it out, and save more often: every_n_train_steps."
+            )
+
+
+def _check_local(name: str, path: Any) -> None:
+    if path is not None and "://" in str(path):
+        raise ValueError(
+            f"{name} is {path}, but checkpoint directories are written to file systems that are mounted; give a "
+            "folder of one, such as runs/tiny."
+        )
 
 
 def _identity(tensor: Tensor) -> Tensor:

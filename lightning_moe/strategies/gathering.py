@@ -44,6 +44,16 @@ def release_gathered(sharded: Sequence[FSDPModule]) -> None:
         module.reshard()
 
 
+def forget_gradients(sharded: Sequence[FSDPModule]) -> None:
+    """Drops gradients that wait to be reduced, of an optimizer step that was not finished."""
+    for module in sharded:
+        group = module._get_fsdp_state()._fsdp_param_group
+        for parameter in () if group is None else group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
 def _gather(gates: Sequence[FSDPModule], model: nn.Module, args: Any) -> None:
     for gate in gates:
         gate.unshard()

@@ -204,7 +204,7 @@ def test_a_kill_between_the_renames_leaves_a_checkpoint_to_resume_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def save(value: float) -> None:
-        save_directory(tmp_path / "x.ckpt", {"w": torch.full((2,), value)}, [], {"loops": {}}, lambda: None)
+        save_directory(tmp_path / "x.ckpt", {"w": torch.full((2,), value)}, [], {"callbacks": {}}, lambda: None)
 
     rename = Path.rename
 
