@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +229,11 @@ class MoECLI(LightningCLI):
         self._check_run_dir()
         if self._nothing_to_resume:
             _say(f"ckpt_path last: there is no checkpoint in {self._run_dir} yet, starting a new run.")
-        super()._run_subcommand("fit")
+        unlock = self._lock_run_dir()
+        try:
+            super()._run_subcommand("fit")
+        finally:
+            unlock()
         where = "" if self._get(self.config, "trainer").fast_dev_run else f" Run directory: {self._run_dir}"
         _say(f"Done after step {self.trainer.global_step}.{where}")
 
@@ -327,6 +331,20 @@ class MoECLI(LightningCLI):
                 f"trainer.default_root_dir: {run_dir} cannot be written ({reason}).\n"
                 f"Set it to a folder that can, for example {DEFAULT_RUN}."
             )
+
+    def _lock_run_dir(self) -> Callable[[], None]:
+        """Keeps a second training out of the run directory; returns what lets it in again."""
+        fast = self._get(self.config, "trainer").fast_dev_run
+        first = not fast and rank_zero_only.rank == 0  # type: ignore[attr-defined]
+        if not first or "://" in self._run_dir:
+            return lambda: None
+        try:
+            return run_directory.lock(Path(self._run_dir))
+        except BlockingIOError as error:
+            raise UsageError(
+                f"trainer.default_root_dir: another training runs in {self._run_dir} now.\n"
+                f"Wait for its end, or set another one, for example {_other_run(Path(self._run_dir))}."
+            ) from error
 
     def _check_that_it_ends(self) -> None:
         limits = self._get(self.config, "trainer")

@@ -24,6 +24,7 @@ _FIXED_IN_A_RUN = {
     "data.class_path": "the data module",
     "data.init_args.path": "the token store",
     "data.init_args.tokenizer": "the tokenizer",
+    "data.init_args.sequence_length": "the sequence length",
     "data.init_args.seed": "the seed",
     "seed_everything": "the seed",
 }
@@ -118,6 +119,30 @@ def compare_configurations(saved: Mapping[str, Any], present: Mapping[str, Any])
         fixed = _within(key, _FIXED_IN_A_RUN)
         changes.append(Change(_spoken(key), old, new, _FIXED_IN_A_RUN[fixed] if fixed else None))
     return changes
+
+
+def lock(run_dir: Path) -> Callable[[], None]:
+    """Keeps other processes from training in the same folder, until it is released or this process ends.
+
+    Args:
+        run_dir: The run directory, which exists.
+
+    Returns:
+        What releases it.
+
+    Raises:
+        BlockingIOError: Another process trains there.
+    """
+    import filelock
+
+    held = filelock.FileLock(run_dir / ".lock", blocking=False)
+    try:
+        held.acquire()
+    except filelock.Timeout as error:
+        raise BlockingIOError(f"another process trains in {run_dir}") from error
+    except NotImplementedError:  # a file system without locks
+        pass
+    return held.release
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:

@@ -13,6 +13,7 @@ from lightning_moe.run_directory import (
     compare_configurations,
     find_last_checkpoint,
     is_complete,
+    lock,
     read_progress,
 )
 from tests.callbacks.standins import arguments
@@ -108,6 +109,7 @@ def test_a_run_that_is_restarted(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert re.search(r"parameters, .* active per token", out)
     names = [re.sub(r"tfevents.*", "tfevents", name) for name in _names(run)]
     assert names == [
+        ".lock",
         "checkpoints/last.ckpt",
         "checkpoints/step=4.ckpt",
         "checkpoints/step=5.ckpt",
@@ -190,3 +192,13 @@ def test_loggers_of_lightning(tmp_path: Path, logger: str) -> None:
     assert not list(run.rglob("*tfevents*"))
     assert (run / "config.yaml").is_file()
     assert len(list(run.rglob("metrics.csv"))) == (logger != "false")
+
+
+def test_a_second_training_in_the_same_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    release = lock(tmp_path)
+    assert main(["fit", *arguments(tmp_path, "--trainer.max_steps=1")]) == 2
+    assert f"trainer.default_root_dir: another training runs in {tmp_path} now." in capsys.readouterr().err
+    assert find_last_checkpoint(tmp_path) is None
+    release()
+    assert main(["fit", *arguments(tmp_path, "--trainer.max_steps=1")]) == 0
+    assert main(["fit", *arguments(tmp_path, "--trainer.max_steps=2", "--ckpt_path=last")]) == 0

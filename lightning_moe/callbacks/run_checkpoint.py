@@ -94,6 +94,13 @@ class RunCheckpoint(ModelCheckpoint):
         if not self.save_weights_only:  # left by Ctrl-C, and older than what was just saved
             trainer.strategy.remove_checkpoint(Path(filepath).parent / INTERRUPTED)
 
+    @override
+    def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
+        # Lightning keeps what a run was resumed from for ever: one checkpoint more with every restart
+        if "://" in previous or self.dirpath is None:
+            return super()._should_remove_checkpoint(trainer, previous, current)
+        return previous != current and Path(self.dirpath).absolute() in Path(previous).absolute().parents
+
     @staticmethod
     @override
     def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:

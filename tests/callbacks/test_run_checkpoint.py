@@ -41,6 +41,13 @@ def test_what_is_kept_survives_a_restart_with_another_interval(tmp_path: Path) -
     assert _kept(tmp_path) == ["last.ckpt", "step=5.ckpt", "step=6.ckpt"]
 
 
+def test_restarts_leave_no_more_checkpoints(tmp_path: Path) -> None:
+    command = ["fit", *arguments(tmp_path, "--ckpt_path=last", "--checkpoint.every_n_train_steps=1")]
+    for steps in (2, 4, 6):
+        assert main([*command, f"--trainer.max_steps={steps}"]) == 0
+    assert _kept(tmp_path) == ["last.ckpt", "step=5.ckpt", "step=6.ckpt"]
+
+
 def test_a_metric_decides_what_is_kept(tmp_path: Path) -> None:
     more = ["--checkpoint.monitor=train/tokens_seen", "--checkpoint.mode=min", "--checkpoint.save_top_k=1"]
     assert (

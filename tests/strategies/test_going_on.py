@@ -152,7 +152,9 @@ def test_another_run_begins_its_own_tokens(tmp_path: Path) -> None:
     fit(from_file, callbacks=[loaded])
     assert loaded.seen == first.seen
     fit(DeepSeekV3(CONFIG, sgd, schedule=schedule), 6, tmp_path / "4.ckpt", callbacks=[resumed])
-    assert resumed.seen == pytest.approx([first.seen[0] * 5, first.seen[0] * 6])
+    # Before a step it is still that of the step before: the configured one, then a sixth for each step.
+    assert first.seen == pytest.approx([0.5, 0.5 / 6, 1 / 6, 0.25])
+    assert resumed.seen == pytest.approx([0.5, 0.5 * 5 / 6])
 
 
 class AddsGroup(Callback):
