@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
+import lightning_moe
 from lightning_moe import _stop_importing, run_directory
 from lightning_moe.argument_parser import MoEArgumentParser
 from lightning_moe.callbacks.interrupt import EXIT_STATUS, TrainingInterrupted
@@ -390,6 +391,9 @@ def main(args: Sequence[str] | None = None) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     quiet_console()
+    if "-h" in arguments or any(argument.startswith("--help") for argument in arguments):
+        for name in lightning_moe.__all__:  # what is imported is listed among the known subclasses
+            getattr(lightning_moe, name)
     try:
         if signal.getsignal(signal.SIGINT) is _stop_importing:
             signal.signal(signal.SIGINT, signal.default_int_handler)

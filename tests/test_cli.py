@@ -178,6 +178,13 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'last' for the newest checkpoint" in " ".join(text.split())
 
 
+def test_help_knows_the_classes_of_this_package() -> None:
+    command = [sys.executable, "-m", "lightning_moe", "fit", "--help"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for name in ("ExpertParallelStrategy", "TokenDataModule", "MXFP8Precision", "PrecisionHealth"):
+        assert f"lightning_moe.{name}" in text
+
+
 def test_prepare_makes_a_store(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some text. " * 200)
     command = ["prepare", f"--inputs=[{tmp_path / 'text.txt'}]", f"--output={tmp_path / 'store'}", "--tokenizer=byte"]
