@@ -14,6 +14,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import override
 
 import lightning_moe
@@ -29,7 +30,7 @@ from lightning_moe.console_noise import quiet_console
 from lightning_moe.models.module import MoELightningModule
 from lightning_moe.strategies.launching import brings_cluster_environment, choose_devices, is_requeued
 from lightning_moe.tools import TOOLS, gather_arguments_of_fit, tool_function
-from lightning_moe.usage_errors import UsageError, explain, name_field, shorten
+from lightning_moe.usage_errors import UsageError, explain, explain_full_disk, name_field, shorten
 
 DEFAULT_SEED = 1337
 DEFAULT_RUN = "runs/default"
@@ -217,10 +218,17 @@ class MoECLI(LightningCLI):
                 self._fit()
             else:
                 super()._run_subcommand(subcommand)
+        except UsageError:
+            raise
         except _USER_ERRORS as error:
             if _in_a_step(error):
                 raise
             raise self._usage_error(error) from error
+        except (Exception, CheckpointException) as error:
+            message = explain_full_disk(error, self._run_dir) if subcommand == "fit" else None
+            if message is None:
+                raise
+            raise UsageError(message) from error
 
     def _fit(self) -> None:
         self._check_clipping()

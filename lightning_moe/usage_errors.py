@@ -1,6 +1,7 @@
 """Short messages for what a user got wrong: field path, value, rule, a value that works, close names for a typo."""
 
 import difflib
+import errno
 import inspect
 import os
 import re
@@ -11,6 +12,7 @@ from importlib import import_module
 from typing import Any, get_args, get_type_hints
 
 from jsonargparse import ArgumentParser
+from torch.distributed.checkpoint.api import CheckpointException
 
 MAX_LINES = 6
 _WIDTH = 118
@@ -43,6 +45,10 @@ _PRECISION_PLUGINS = {
     "blockwise_fp8": ("BlockwiseFP8Precision", "blockwise_fp8"),
     "fp8_blockwise": ("BlockwiseFP8Precision", "blockwise_fp8"),
 }
+
+# What torch.save raises after a write that failed, and sometimes instead of the reason
+_CUT_OFF = ("inline_container", "unexpected pos")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _wrapper = textwrap.TextWrapper(
     _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False, drop_whitespace=True
@@ -142,6 +148,32 @@ def name_field(message: str, keys: Iterable[str]) -> str:
     return owners.pop() + message[word.end() :] if len(owners) == 1 else message
 
 
+def explain_full_disk(error: BaseException, run_dir: str) -> str | None:
+    """Says what to do about an error that comes from a full disk.
+
+    Args:
+        error: What a command ended with.
+        run_dir: The run directory.
+
+    Returns:
+        The message, or ``None`` if the error comes from something else.
+    """
+    chain = list(_chain(error, set()))
+    reasons = [link for link in chain if isinstance(link, OSError) and link.errno is not None]
+    full = next((reason for reason in reasons if reason.errno in _FULL), None)
+    if full is None and (reasons or not any(all(part in str(link) for part in _CUT_OFF) for link in chain)):
+        return None
+    standard = os.strerror(full.errno or 0) if full is not None else None
+    if full is not None and full.strerror not in (None, standard):
+        return full.strerror
+    where = run_dir if full is None or full.filename is None else full.filename
+    reason = "" if full is None or full.errno == errno.ENOSPC else f" ({standard})"
+    return (
+        f"no space left for {where}{reason}. The checkpoints saved before are complete.\n"
+        "Free some space and run the same command again with --ckpt_path last."
+    )
+
+
 def close_names(name: str, known: Iterable[str]) -> list[str]:
     """Returns up to three known names like ``name``, the closest first."""
     known = list(dict.fromkeys(known))
@@ -152,6 +184,17 @@ def close_names(name: str, known: Iterable[str]) -> list[str]:
     if close:
         return [f"{group}.{match}" if group else match for match in close]
     return difflib.get_close_matches(name, known, n=3, cutoff=0.75)
+
+
+def _chain(error: BaseException | None, seen: set[int]) -> Iterator[BaseException]:
+    """An error and those that led to it, also on the ranks of a distributed checkpoint."""
+    if error is None or id(error) in seen:
+        return
+    seen.add(id(error))
+    yield error
+    of_ranks = error.failures.values() if isinstance(error, CheckpointException) else ()
+    for earlier in (error.__cause__, error.__context__, *(failure for failure, _ in of_ranks)):
+        yield from _chain(earlier, seen)
 
 
 def _required(names: list[str]) -> str:

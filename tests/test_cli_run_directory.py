@@ -1,3 +1,4 @@
+import errno
 import os
 import re
 from pathlib import Path
@@ -6,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch.distributed.checkpoint import FileSystemWriter
 
 from lightning_moe.cli import main
 from lightning_moe.run_directory import (
@@ -16,6 +18,7 @@ from lightning_moe.run_directory import (
     lock,
     read_progress,
 )
+from lightning_moe.usage_errors import UsageError, explain_full_disk
 from tests.callbacks.standins import arguments
 
 
@@ -202,3 +205,68 @@ def test_a_second_training_in_the_same_folder_is_refused(tmp_path: Path, capsys:
     release()
     assert main(["fit", *arguments(tmp_path, "--trainer.max_steps=1")]) == 0
     assert main(["fit", *arguments(tmp_path, "--trainer.max_steps=2", "--ckpt_path=last")]) == 0
+
+
+@pytest.mark.parametrize("reason", ["no space", "file size", "hidden by torch", "expert_parallel"])
+def test_a_full_disk(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    command = [
+        "fit",
+        *arguments(run, "--checkpoint.every_n_train_steps=2", "--trainer.max_steps=6", "--ckpt_path=last"),
+    ]
+    if reason == "expert_parallel":
+        command.append("--trainer.strategy=expert_parallel")
+    with monkeypatch.context() as patch:
+        if reason == "no space":
+            real = torch.save
+            patch.setattr("lightning_moe.run_directory.torch.save", lambda what, _: _save_on_a_full_disk(real, what))
+        elif reason == "hidden by torch":
+            # As torch raises it where Python did not see the write fail
+            hidden = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 52736 vs 52656")
+            patch.setattr("lightning_moe.run_directory.torch.save", lambda *_: _raise(hidden))
+        elif reason == "file size":
+            error = OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+            patch.setattr("lightning_moe.run_directory.torch.save", lambda *_: _raise(error))
+        else:
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            patch.setattr(FileSystemWriter, "write_data", lambda *_: _raise(full))
+        assert main(command) == 2
+        with pytest.raises(UsageError, match="no space left"):
+            main([*command, "--debug"])
+    why = " (File too large)" if reason == "file size" else ""
+    assert (
+        f"error: no space left for {run}{why}. The checkpoints saved before are complete.\n"
+        "Free some space and run the same command again with --ckpt_path last.\n"
+    ) in _unwrapped(capfd.readouterr().err)
+    assert main(command) == 0
+    assert read_progress(Path(find_last_checkpoint(run) or "")).global_step == 6
+
+
+def test_other_errors_of_files_keep_their_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = OSError(errno.EIO, os.strerror(errno.EIO))
+    monkeypatch.setattr("lightning_moe.run_directory.torch.save", lambda *_: _raise(broken))
+    with pytest.raises(OSError, match="Input/output error"):
+        main(["fit", *arguments(tmp_path / "run")])
+
+
+def test_a_message_about_another_full_disk_is_kept() -> None:
+    error = OSError(errno.ENOSPC, "output: no space left for store")
+    assert explain_full_disk(error, "run") == "output: no space left for store"
+    elsewhere = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/cache/tokens.bin")
+    assert str(explain_full_disk(elsewhere, "run")).startswith("no space left for /cache/tokens.bin. The")
+    assert explain_full_disk(RuntimeError("unexpected pos"), "run") is None
+
+
+def _save_on_a_full_disk(save: Any, what: Any) -> None:
+    with open("/dev/full", "wb") as file:
+        save(what, file)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _unwrapped(text: str) -> str:
+    return text.replace("\n  ", " ")
