@@ -29,10 +29,12 @@ from lightning_moe.config_loader import command_folder, expand_arguments
 from lightning_moe.console_noise import quiet_console
 from lightning_moe.models.module import MoELightningModule
 from lightning_moe.strategies.launching import brings_cluster_environment, choose_devices, is_requeued
+from lightning_moe.strategies.names import check_accelerator, check_strategy
 from lightning_moe.tools import TOOLS, gather_arguments_of_fit, tool_function
 from lightning_moe.usage_errors import UsageError, explain, explain_full_disk, name_field, shorten
 
 DEFAULT_SEED = 1337
+LARGEST_SEED = 2**32 - 1
 DEFAULT_RUN = "runs/default"
 _USER_ERRORS = (ValueError, MisconfigurationException, FileNotFoundError, ModuleNotFoundError, NotImplementedError)
 
@@ -73,6 +75,7 @@ class MoECLI(LightningCLI):
         self.resume_path: str | None = None
         self.resume_progress = run_directory.Progress(0, None)
         self._nothing_to_resume = False
+        self._changes: list[run_directory.Change] = []
         with command_folder(Path.cwd()):
             super().__init__(
                 MoELightningModule,
@@ -150,8 +153,15 @@ class MoECLI(LightningCLI):
 
     @override
     def _set_seed(self) -> None:
-        if self.subcommand not in TOOLS:
-            super()._set_seed()
+        if self.subcommand in TOOLS:
+            return
+        seed = self._get(self.config, "seed_everything")
+        if not 0 <= seed <= LARGEST_SEED:
+            raise UsageError(
+                f"seed_everything is {seed}, but must be 0 to {LARGEST_SEED}, for example {DEFAULT_SEED}, or true for "
+                "a random seed."
+            )
+        super()._set_seed()
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -182,9 +192,19 @@ class MoECLI(LightningCLI):
                 callbacks.append(Preemption())
             if config.get("logger") in (None, True):
                 config["logger"] = self._default_logger(config["default_root_dir"])
+        check_accelerator(config["accelerator"])
+        check_strategy(config["strategy"])
+        devices = config["devices"]
         if not brings_cluster_environment(config):
-            config["devices"], config["num_nodes"] = choose_devices(config["devices"], config["num_nodes"])
-        trainer = super()._instantiate_trainer(config, callbacks)
+            config["devices"], config["num_nodes"] = choose_devices(devices, config["num_nodes"])
+        try:
+            trainer = super()._instantiate_trainer(config, callbacks)
+        except TypeError as error:
+            if "CPUAccelerator" not in str(error):
+                raise
+            raise UsageError(
+                f"trainer.devices is {devices}, but on the CPU it must be auto or a number of processes, such as 1."
+            ) from error
         if trainer.world_size > 1 and not callable(getattr(trainer.strategy, "assemble", None)):
             # The module checks this too, but only in each of the processes.
             raise UsageError(
@@ -231,10 +251,11 @@ class MoECLI(LightningCLI):
             raise UsageError(message) from error
 
     def _fit(self) -> None:
-        self._check_clipping()
+        self._check_trainer_settings()
         self._check_that_it_ends()
         if self._is_at_end():
             return
+        self._say_changes()
         self._check_run_dir()
         if self._nothing_to_resume:
             _say(f"ckpt_path last: there is no checkpoint in {self._run_dir} yet, starting a new run.")
@@ -313,16 +334,26 @@ class MoECLI(LightningCLI):
                 + "\n".join(listed)
                 + f"\nStart another run with --trainer.default_root_dir {_other_run(run_dir)}"
             )
-        for change in changes:
+        self._changes = changes
+
+    def _say_changes(self) -> None:
+        for change in self._changes:
             _say(f"changed since the last run: {change.key} {_in_yaml(change.saved)} -> {_in_yaml(change.present)}")
 
-    def _check_clipping(self) -> None:
+    def _check_trainer_settings(self) -> None:
+        settings = self._get(self.config, "trainer")
         # Lightning takes any number, and a negative one turns the gradients round: the loss rises
-        norm = self._get(self.config, "trainer").gradient_clip_val
+        norm = settings.gradient_clip_val
         if norm is not None and not norm >= 0:
             raise UsageError(
                 f"trainer.gradient_clip_val is {norm}, but a norm is at least 0.\n"
                 "Set it to 1.0 as in the DeepSeek-V3 report, or to null to clip nothing."
+            )
+        interval = settings.val_check_interval
+        if isinstance(interval, (int, float)) and not interval > 0:
+            raise UsageError(
+                f"trainer.val_check_interval is {interval}, but must be at least 1 micro-batch, or a fraction such as "
+                "0.25.\nTo validate nothing, set trainer.limit_val_batches to 0."
             )
 
     def _check_run_dir(self) -> None:

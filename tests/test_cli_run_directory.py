@@ -127,6 +127,10 @@ def test_a_run_that_is_restarted(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert main([*command, "--trainer.max_steps=5"]) == 0
     assert "is at its end already: 5 steps and 160 tokens. Nothing to do." in capfd.readouterr().err
     assert _names(run) == before
+    assert main([*command, "--trainer.max_steps=5", "--trainer.log_every_n_steps=7"]) == 0
+    out = capfd.readouterr().err
+    assert "Nothing to do." in out
+    assert "changed since" not in out
 
     # Other settings take effect and are named
     changed = ["--trainer.max_steps=7", "--model.optimizer.lr=5e-4", "--trainer.gradient_clip_val=1.0"]

@@ -86,8 +86,13 @@ def choose_devices(devices: Any, num_nodes: int, environment: Mapping[str, str] 
         Devices and nodes for the trainer.
 
     Raises:
-        ValueError: What is given is not what was started.
+        ValueError: What is given is no number of devices, or not what was started.
     """
+    if not _can_be_devices(devices):
+        raise ValueError(
+            f"trainer.devices is {devices}, but must be auto, -1 for all there are, a number of at least 1 or a list "
+            "of indices."
+        )
     launch = read_launch(environment)
     if launch is None:
         return devices, num_nodes
@@ -155,6 +160,14 @@ def _count(devices: Any) -> int | None:
     if isinstance(devices, Sequence):
         return len(devices)
     return None if devices is None or devices < 0 else int(devices)
+
+
+def _can_be_devices(devices: Any) -> bool:
+    if isinstance(devices, str) and "," in devices:
+        devices = [part.strip() for part in devices.split(",") if part.strip()]
+    if isinstance(devices, Sequence) and not isinstance(devices, str):
+        return len(devices) > 0 and all(str(index).isdigit() for index in devices)
+    return devices in (None, "auto") or str(devices).strip() == "-1" or (_count(devices) or 0) > 0
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -31,6 +31,7 @@ from lightning_moe.precision.plugin import MoEPrecision, QuantisedPrecision, tok
 from lightning_moe.strategies.expert_parallel import ExpertParallelStrategy
 from lightning_moe.strategies.launching import brings_cluster_environment, choose_devices, read_launch
 from lightning_moe.strategies.mesh import Layout, resolve_layout
+from lightning_moe.strategies.names import check_strategy
 from lightning_moe.tools.doctor import Row, count, device_here, gpus, memory, processes
 from lightning_moe.usage_errors import UsageError
 
@@ -85,9 +86,9 @@ class FitSettings(MoECLI):
         """Checks what ``fit`` checks before it trains.
 
         Raises:
-            UsageError: The clipping norm is negative, or nothing ends the training.
+            UsageError: The clipping norm or the interval of validation cannot be, or nothing ends the training.
         """
-        self._check_clipping()
+        self._check_trainer_settings()
         self._check_that_it_ends()
 
 
@@ -187,6 +188,7 @@ class PlannedRun:
 
     def _check_layout(self) -> None:
         strategy = self.strategy
+        check_strategy(strategy)
         if self.world_size > 1 and not callable(getattr(strategy, "assemble", None)):
             name = type(strategy).__name__ if isinstance(strategy, Strategy) else strategy
             raise ValueError(
