@@ -1,11 +1,13 @@
 """The parser of ``lightning-moe``: Lightning's, with errors of a few lines."""
 
+import os
 from typing import Any, NoReturn
 
+from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
-from lightning_moe.config_loader import PARSER_MODE
+from lightning_moe.config_loader import PARSER_MODE, check_file
 from lightning_moe.usage_errors import UsageError, close_names, explain, shorten
 
 
@@ -14,6 +16,11 @@ class MoEArgumentParser(LightningArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"parser_mode": PARSER_MODE, **kwargs})
+
+    @override
+    def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
+        check_file(path)
+        return super().parse_path(path, *args, **kwargs)
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:

@@ -21,6 +21,7 @@ _SCIENTIFIC = re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
 _CONFIG_OPTION = re.compile(r"^--model\.(?:init_args\.)?config$")
 _STRATEGY_OPTION = "--trainer.strategy"
 _REGISTERED_STRATEGIES = {"expert_parallel": "lightning_moe.ExpertParallelStrategy"}
+_SETTINGS = "write settings such as trainer: {max_steps: 1000}"
 # jsonargparse reads a file from within its folder, so the folder of the command has to be remembered
 _command_folder: ContextVar[Path] = ContextVar("_command_folder", default=Path())
 
@@ -55,6 +56,39 @@ def load_yaml(text: str) -> Any:
         if isinstance(trainer, dict) and isinstance(trainer.get("strategy"), str):
             trainer["strategy"] = _strategy(trainer["strategy"])
     return value
+
+
+def check_file(path: str | os.PathLike[str]) -> None:
+    """Checks that a file of settings can be read as such.
+
+    Args:
+        path: As given to ``--config``; what is no local file is not checked.
+
+    Raises:
+        ValueError: It holds no YAML, or no settings.
+    """
+    if not os.path.isfile(path):
+        return
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        value = yaml.load(text, Loader=_Loader)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"config: {path} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f", line {mark.line + 1}"
+        problem = getattr(error, "problem", None) or str(error)
+        context = f" ({error.context})" if isinstance(error, yaml.MarkedYAMLError) and error.context else ""
+        source = f"\n{mark.get_snippet()}" if mark is not None and mark.buffer is not None else ""
+        raise ValueError(f"config: {path}{line}: {problem}{context}{source}") from error
+    if value is None:
+        raise ValueError(f"config: {path} is empty. Leave it out, or {_SETTINGS}.")
+    if isinstance(value, dict):
+        if all(setting is None for setting in value.values()):
+            raise ValueError(f"config: {path} gives no value to {', '.join(map(str, value))}; {_SETTINGS}.")
+        return
+    what = "a list" if isinstance(value, list) else f"the text {value}" if isinstance(value, str) else repr(value)
+    raise ValueError(f"config: {path} is {what}, but must be settings; {_SETTINGS}.")
 
 
 def expand_arguments(arguments: Iterable[str]) -> list[str]:

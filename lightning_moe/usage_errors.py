@@ -5,6 +5,7 @@ import errno
 import inspect
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
@@ -13,6 +14,9 @@ from typing import Any, get_args, get_type_hints
 
 from jsonargparse import ArgumentParser
 from torch.distributed.checkpoint.api import CheckpointException
+
+import lightning_moe
+from lightning_moe.models.deepseek_v3.config import PRESETS
 
 MAX_LINES = 6
 _WIDTH = 118
@@ -45,6 +49,8 @@ _PRECISION_PLUGINS = {
     "blockwise_fp8": ("BlockwiseFP8Precision", "blockwise_fp8"),
     "fp8_blockwise": ("BlockwiseFP8Precision", "blockwise_fp8"),
 }
+
+_A_CLASS = "the path of a class, as in package.Name"
 
 # What torch.save raises after a write that failed, and sometimes instead of the reason
 _CUT_OFF = ("inline_container", "unexpected pos")
@@ -104,6 +110,8 @@ def explain(message: str, parser: ArgumentParser | None = None) -> str:
         if match := _UNRECOGNIZED.match(line) or _NOT_ACCEPTED.match(line):
             name = ".".join(part for part in match.groups() if part)
             return _unknown_name(".".join(path), name, class_path, parser)
+        if line.startswith(_NOISE):
+            continue
         if match := _SUBCLASS.match(line):
             expected.append(f"a subclass of {match[2]}")
             value = match[1] if value is None else value
@@ -115,8 +123,8 @@ def explain(message: str, parser: ArgumentParser | None = None) -> str:
             value = match[2] if value is None else value
         elif line.startswith("Given value:"):
             value = _plain_value(line) if value is None else value
-        elif line and not line.startswith(_NOISE):
-            rules.append(_in_plain_words(re.sub(r"\. Got value: .*$", "", line)))
+        elif line:
+            rules.append(_in_plain_words(re.sub(r"\. Got value: .*$", "", line), path[-1] if path else ""))
     if path == ["trainer.precision"] and value is not None and value.lower() in _PRECISION_PLUGINS:
         plugin, overlay = _PRECISION_PLUGINS[value.lower()]
         return (
@@ -127,6 +135,9 @@ def explain(message: str, parser: ArgumentParser | None = None) -> str:
         allowed = " or ".join(dict.fromkeys(expected))
         rules = [f"must be {allowed}" if value is None else f"{value} is not allowed; it must be {allowed}"]
         close = close_names(value, _choices(expected)) if value is not None else []
+        if not close and value is not None and any(text == _A_CLASS for text in expected):
+            close = close_classes(value, _type_of(path, class_path, parser))
+            rules = [f"there is no class {value}."] if close else rules
         rules += [f"Did you mean {' or '.join(close)}?"] if close else []
     elif value is not None and not any(value in rule for rule in rules):
         rules = [f"{value} is not allowed", *rules]
@@ -141,11 +152,12 @@ def name_field(message: str, keys: Iterable[str]) -> str:
         message: A rule's message, such as ``"n_group is 3, but …"``.
         keys: Dotted names of all settings, ``init_args`` included.
     """
-    word = re.match(r"[A-Za-z_][\w.]*\w", message)
+    short = re.sub(r"^[A-Z]\w* (?=[a-z_]+=)", "", message)  # of a class, as in "AdamW lr=-1.0: must be …"
+    word = re.match(r"[A-Za-z_][\w.]*\w", short)
     if word is None:
         return message
     owners = {spoken for spoken in map(_spoken, keys) if spoken.endswith("." + word[0])}
-    return owners.pop() + message[word.end() :] if len(owners) == 1 else message
+    return owners.pop() + short[word.end() :] if len(owners) == 1 else message
 
 
 def explain_full_disk(error: BaseException, run_dir: str) -> str | None:
@@ -184,6 +196,58 @@ def close_names(name: str, known: Iterable[str]) -> list[str]:
     if close:
         return [f"{group}.{match}" if group else match for match in close]
     return difflib.get_close_matches(name, known, n=3, cutoff=0.75)
+
+
+def close_classes(name: str, hint: Any) -> list[str]:
+    """Returns up to three paths of classes named like ``name`` that a setting of the type ``hint`` may be."""
+    bases = tuple(_classes_in(hint))
+    leaf = name.rpartition(".")[2]
+    known: dict[str, str] = {}
+    for public in close_names(leaf, lightning_moe.__all__):
+        target = getattr(lightning_moe, public)
+        if inspect.isclass(target) and issubclass(target, bases):
+            known[public] = f"lightning_moe.{public}"
+    for base in bases:
+        for target in _subclasses(base):
+            known.setdefault(target.__name__, _public_path(target))
+    return [known[close] for close in close_names(leaf, known)]
+
+
+def _type_of(path: list[str], class_path: str | None, parser: ArgumentParser | None) -> Any:
+    """The type of the setting that a message is about; ``None`` if it is not known."""
+    if class_path is None:
+        actions = parser._actions if parser is not None else []
+        return next((getattr(action, "_typehint", None) for action in actions if action.dest == ".".join(path)), None)
+    module, _, name = class_path.rpartition(".")
+    try:
+        classes = inspect.getmro(getattr(import_module(module), name))
+        hints = [get_type_hints(vars(cls)["__init__"]) for cls in classes if "__init__" in vars(cls)]
+    except (ImportError, AttributeError, ValueError, NameError, TypeError):
+        return None
+    return next((found[path[-1]] for found in hints if path[-1] in found), None)
+
+
+def _classes_in(hint: Any) -> Iterator[type]:
+    if inspect.isclass(hint) and not get_args(hint) and hint.__module__ not in ("builtins", "typing"):
+        yield hint
+    for inner in get_args(hint):
+        yield from _classes_in(inner)
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    if not inspect.isabstract(base) and not base.__name__.startswith("_"):
+        yield base
+    below: list[type] = base.__subclasses__()
+    for cls in below:
+        yield from _subclasses(cls)
+
+
+def _public_path(cls: type) -> str:
+    """The shortest path by which a class is offered: packages name what their modules define."""
+    parts = cls.__module__.split(".")
+    modules = [".".join(parts[: length + 1]) for length in range(len(parts))]
+    offers = [module for module in modules if getattr(sys.modules.get(module), cls.__name__, None) is cls]
+    return f"{offers[0] if offers else cls.__module__}.{cls.__qualname__}"
 
 
 def _chain(error: BaseException | None, seen: set[int]) -> Iterator[BaseException]:
@@ -265,13 +329,17 @@ def _spoken(key: str) -> str:
     return ".".join(part for part in key.split(".") if part != "init_args")
 
 
-def _in_plain_words(rule: str) -> str:
+def _in_plain_words(rule: str, key: str) -> str:
     if match := re.match(r"^module '([^']+)' has no attribute '([^']+)'$", rule):
         close = close_names(match[2], dir(import_module(match[1])))
         hint = f" Did you mean {' or '.join(f'{match[1]}.{name}' for name in close)}?" if close else ""
         return f"There is no {match[2]} in {match[1]}.{hint}"
     if match := re.match(r"""^Unable to load config ['"](.*)['"]$""", rule):
-        return f"There is no file or preset {match[1]}. A preset that works: tiny."
+        if key.rpartition(".")[2] != "config":
+            return f"There is no file {match[1]}."
+        close = close_names(match[1], PRESETS)
+        hint = f"Did you mean {' or '.join(close)}? " if close else ""
+        return f"There is no file or preset {match[1]}.\n{hint}The presets are {', '.join(PRESETS)}."
     if match := re.match(r"^No module named '([^']+)'$", rule):
         return f"There is no module {match[1]}, neither installed nor in this folder ({os.getcwd()})."
     return rule
@@ -279,9 +347,9 @@ def _in_plain_words(rule: str) -> str:
 
 def _type_name(text: str) -> str:
     if text.startswith("dot import path string"):
-        return "the path of a class, as in package.Name"
+        return _A_CLASS
     names = {"NoneType": "null", "str": "a text", "bool": "true or false", "int": "a whole number", "float": "a number"}
-    names["dict"] = "a mapping {key: value}"
+    names |= {"dict": "a mapping {key: value}", "Iterable": "a list"}
     text = re.sub(r"<class '([^']+)'>", lambda match: names.get(match[1].rsplit(".", 1)[-1], match[1]), text)
     return re.sub(r"(?:typing\.)?Literal\[([^\]]*)\]", _one_of, text)
 
