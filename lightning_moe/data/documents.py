@@ -185,6 +185,15 @@ def _text_of(line: bytes, path: str, at: int, text_field: str) -> str:
         return ""
     if not isinstance(text, str):
         raise ValueError(f"{place()}: field {text_field!r} is {type(text).__name__}, not a text")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(text[error.start]):04x}"
+            raise ValueError(
+                f"{place()}: field {text_field!r} holds half a surrogate pair ({half}), which is not Unicode text;"
+                " replace it with \\ufffd"
+            ) from None
     return text
 
 

@@ -77,11 +77,15 @@ def read_manifest(store: str | Path) -> StoreManifest:
     path = Path(store) / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        what = "is not a token store (it has no store.json)" if Path(store).is_dir() else "does not exist"
+    except (FileNotFoundError, NotADirectoryError):
+        what, output = "does not exist", store
+        if Path(store).is_dir():
+            what = "is not a token store (it has no store.json)"
+        elif Path(store).exists():
+            what, output = "is a file, not a token store (a folder with a store.json)", "data/mine"
         raise ValueError(
             f"data.path: {store} {what}.\n"
-            f"Make one with: lightning-moe prepare --inputs TEXTS --output {store} --tokenizer bpe:4096"
+            f"Make one with: lightning-moe prepare --inputs TEXTS --output {output} --tokenizer bpe:4096"
         ) from None
     except (OSError, ValueError) as error:
         raise ValueError(f"data.path: {path} cannot be read ({error})") from error

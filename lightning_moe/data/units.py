@@ -7,10 +7,13 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -115,50 +118,87 @@ def tokenize_units(job: Job, units: list[Unit], num_workers: int, progress: Prog
 
     # spawn: a fork after `tokenizers` or torch have started threads can hang
     context = multiprocessing.get_context("spawn")
-    counter, stop = context.Value("q", 0), context.Event()
-    pool = ProcessPoolExecutor(num_workers, context, _start_worker, (job, tokenizer_file, counter, stop))
+    counter = context.Value("q", 0)
+    with _held_ctrl_c() as let_it_through:
+        pool = ProcessPoolExecutor(num_workers, context, _start_worker, (job, tokenizer_file, counter))
+        try:
+            pending = _submit(pool, missing)
+            seen = 0
+            while pending:
+                done, pending = wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
+                progress.advance(counter.value - seen)
+                seen = counter.value
+                let_it_through()
+                for future in done:
+                    future.result()
+        except BaseException:
+            # a document may take minutes, and what a unit has not finished is of no use
+            for process in list(pool._processes.values()):
+                process.terminate()
+            raise
+        finally:
+            pool.shutdown(wait=True)
+
+
+@contextmanager
+def _held_ctrl_c() -> Iterator[Callable[[], None]]:
+    """Holds Ctrl-C back until the function that it yields is called.
+
+    A ``KeyboardInterrupt`` while workers are started or waited for leaves some behind, for which Python then waits for
+    ever at its exit.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    held: list[tuple[int, FrameType | None]] = []
+
+    def let_it_through() -> None:
+        while held:
+            handler(*held.pop(0))
+
+    signal.signal(signal.SIGINT, lambda signum, frame: held.append((signum, frame)))
     try:
-        pending: set[Future[None]] = {pool.submit(_run_in_worker, unit) for unit in missing}
-        seen = 0
-        while pending:
-            done, pending = wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
-            progress.advance(counter.value - seen)
-            seen = counter.value
-            for future in done:
-                future.result()
-    except BaseException:
-        stop.set()
-        raise
+        yield let_it_through
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        signal.signal(signal.SIGINT, handler)
+    let_it_through()
 
 
-class _Stopped(Exception):
-    """The main process has asked the workers to end."""
+def _submit(pool: ProcessPoolExecutor, units: list[Unit]) -> set[Future[None]]:
+    """Starts the workers, with SIGINT blocked: it would end them with a traceback while they import."""
+    if not hasattr(signal, "pthread_sigmask"):
+        return {pool.submit(_run_in_worker, unit) for unit in units}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return {pool.submit(_run_in_worker, unit) for unit in units}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 # what a worker process keeps between its units, set once by _start_worker
-_worker: tuple[Job, DocumentTokenizer, Any, Any] | None = None
+_worker: tuple[Job, DocumentTokenizer, Any] | None = None
 
 
-def _start_worker(job: Job, tokenizer_file: str, counter: Any, stop: Any) -> None:
+def _start_worker(job: Job, tokenizer_file: str, counter: Any) -> None:
     global _worker
-    # Ctrl-C reaches the whole group: the main process decides, the workers end at their next batch
+    # Ctrl-C reaches the whole group: the main process decides, and ends its workers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.name == "posix":
+        # of the lock that litdata makes when imported, any other kind warns when a worker is terminated
+        multiprocessing.set_start_method("fork", force=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     allow_parallel_encoding(False)
-    _worker = (job, _tokenizer_of(job, tokenizer_file), counter, stop)
+    _worker = (job, _tokenizer_of(job, tokenizer_file), counter)
 
 
 def _run_in_worker(unit: Unit) -> None:
     assert _worker is not None
-    job, tokenizer, counter, stop = _worker
+    job, tokenizer, counter = _worker
 
     def advance(size: int) -> None:
         with counter.get_lock():
             counter.value += size
-        if stop.is_set():
-            raise _Stopped
 
     _tokenize_unit(job, unit, tokenizer, advance)
 
@@ -186,7 +226,8 @@ def _tokenize_unit(job: Job, unit: Unit, tokenizer: DocumentTokenizer, advance: 
     temporary.mkdir()
     joined = {split: np.concatenate(parts) if parts else np.empty(0, dtype) for split, parts in tokens.items()}
     index = write_chunk(temporary / "train", joined["train"]) if joined["train"].size else None
-    joined["validation"].tofile(temporary / "validation.bin")
+    # tofile() does not tell why it could not write
+    (temporary / "validation.bin").write_bytes(joined["validation"].data)
     summary = {
         "index": index,
         "documents": {split: len(tokens[split]) for split in SPLITS},

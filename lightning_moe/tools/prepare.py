@@ -40,6 +40,7 @@ from lightning_moe.data.tokenizers import (
     train_bpe,
 )
 from lightning_moe.data.units import Job, Unit, plan_units, token_dtype, tokenize_units
+from lightning_moe.usage_errors import UsageError
 
 _WORK = ".prepare"
 
@@ -84,7 +85,8 @@ def prepare(
 
     Raises:
         ValueError: Input that cannot be used, or an output that holds another store; the message names the place.
-        OSError: The output cannot be written, for example because the disk is full.
+        UsageError: The disk or the quota is full, or a file larger than is allowed.
+        OSError: The output cannot be written for another reason.
     """
     import filelock
 
@@ -93,6 +95,8 @@ def prepare(
         raise ValueError(f"validation_fraction={validation_fraction} must be at least 0 and below 1, such as 0.01")
     if num_workers is not None and num_workers < 1:
         raise ValueError(f"num_workers={num_workers} must be at least 1")
+    if training_characters < 1:
+        raise ValueError(f"training_characters={training_characters} must be at least 1, such as 100000000")
     loaded = None if parse_bpe_name(tokenizer) else load_tokenizer(tokenizer, bos_token, eos_token)
     sources = find_sources(inputs, pattern)
     folder = Path(output).expanduser()
@@ -134,8 +138,14 @@ def prepare(
         raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            message = f"output: no space left for {folder}; free some and run the same command again to continue"
-            raise OSError(error.errno, message) from error
+            raise UsageError(
+                f"output: no space left for {folder}; free some and run the same command again to continue"
+            ) from error
+        if error.errno == errno.EFBIG:
+            raise UsageError(
+                f"output: a file of {folder} is larger than ulimit -f or its file system allows; raise the limit"
+                " and run the same command again to continue, or give another --output"
+            ) from error
         raise
 
 
@@ -238,10 +248,16 @@ def _finish(
     documents = {split: sum(summary["documents"][split] for summary in summaries) for split in SPLITS}
     tokens = {split: sum(summary["tokens"][split] for summary in summaries) for split in SPLITS}
     if not documents["train"]:
-        what = "hold no text" if not documents["validation"] else "leave no document for training"
+        names = ", ".join(source.path for source in sources[:3])
+        names += f" and {len(sources) - 3} more" if len(sources) > 3 else ""
+        s = "s" if len(sources) == 1 else ""
+        if not documents["validation"]:
+            raise ValueError(
+                f"inputs: {names} hold{s} no text: all documents are empty; give others, or another --text_field"
+            )
         raise ValueError(
-            f"inputs: {len(sources)} files {what}"
-            + (f"; lower validation_fraction={request['validation_fraction']}" if documents["validation"] else "")
+            f"inputs: {names} leave{s} no document for training;"
+            f" lower validation_fraction={request['validation_fraction']}"
         )
 
     train = folder / "train"

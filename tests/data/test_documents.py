@@ -40,6 +40,11 @@ def test_jsonl_parts_read_every_line_once(tmp_path: Path, part_bytes: int) -> No
     assert read == documents(path)
 
 
+def test_whole_surrogate_pairs_and_other_fields_are_read(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", r'{"text": "\ud83d\ude00", "title": "\ud800"}')
+    assert documents(path) == [("a.jsonl:0", "\U0001f600")]
+
+
 def test_jsonl_without_a_last_line_end(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b"}')
     assert [text for _, text in documents(tmp_path / "a.jsonl", 3)] == ["a", "b"]
@@ -73,6 +78,10 @@ def test_progress_adds_up_to_the_size(tmp_path: Path) -> None:
         ('{"body": "x"}', r"a\.jsonl:3 has no field 'text' \(it has \['body'\]\); name it with --text_field"),
         ("[1]", r"a\.jsonl:3 has no field 'text' \(it has list\)"),
         ('{"text": 5}', r"a\.jsonl:3: field 'text' is int, not a text"),
+        (
+            r'{"text": "é\ud800"}',
+            r"a\.jsonl:3: field 'text' holds half a surrogate pair \(\\ud800\), .*replace it with",
+        ),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, line: str, message: str, part_bytes: int) -> None:

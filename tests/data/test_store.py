@@ -41,6 +41,9 @@ def test_what_is_not_a_store(store: Path, tmp_path: Path) -> None:
         read_manifest(tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"is not a token store \(it has no store\.json\)"):
         read_manifest(tmp_path)
+    (tmp_path / "tiny.yaml").write_text("a: 1")
+    with pytest.raises(ValueError, match=r"tiny\.yaml is a file, not a token store(?s:.)*--output data/mine"):
+        read_manifest(tmp_path / "tiny.yaml")
     shutil.copytree(store, tmp_path / "copy")
     manifest = json.loads((tmp_path / "copy" / "store.json").read_text())
     assert read_manifest(tmp_path / "copy") == read_manifest(store)
