@@ -209,6 +209,8 @@ def close_classes(name: str, hint: Any) -> list[str]:
             known[public] = f"lightning_moe.{public}"
     for base in bases:
         for target in _subclasses(base):
+            if ".demos." in target.__module__:
+                continue
             known.setdefault(target.__name__, _public_path(target))
     return [known[close] for close in close_names(leaf, known)]
 
