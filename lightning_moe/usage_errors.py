@@ -198,6 +198,15 @@ def close_names(name: str, known: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(name, known, n=3, cutoff=0.75)
 
 
+def close_in_module(path: str) -> list[str]:
+    """Returns up to three paths in the module of ``path`` whose last part looks like its own."""
+    module, _, name = path.rpartition(".")
+    try:
+        return [f"{module}.{close}" for close in close_names(name, dir(import_module(module)))]
+    except (ImportError, ValueError):
+        return []
+
+
 def close_classes(name: str, hint: Any) -> list[str]:
     """Returns up to three paths of classes named like ``name`` that a setting of the type ``hint`` may be."""
     bases = tuple(_classes_in(hint))
@@ -333,8 +342,8 @@ def _spoken(key: str) -> str:
 
 def _in_plain_words(rule: str, key: str) -> str:
     if match := re.match(r"^module '([^']+)' has no attribute '([^']+)'$", rule):
-        close = close_names(match[2], dir(import_module(match[1])))
-        hint = f" Did you mean {' or '.join(f'{match[1]}.{name}' for name in close)}?" if close else ""
+        close = close_in_module(f"{match[1]}.{match[2]}")
+        hint = f" Did you mean {' or '.join(close)}?" if close else ""
         return f"There is no {match[2]} in {match[1]}.{hint}"
     if match := re.match(r"""^Unable to load config ['"](.*)['"]$""", rule):
         if key.rpartition(".")[2] != "config":

@@ -100,9 +100,10 @@ class Preemption(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
+        if not self._between_steps or trainer.state.fn != TrainerFn.FITTING:
+            return
         # A validation of averaged weights, which are in the model's place until its end, is waited for.
-        averages = any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-        if self._between_steps and trainer.state.fn == TrainerFn.FITTING and not averages:
+        if not any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             self._stop_if_agreed(trainer, validating=True)
 
     @override

@@ -11,8 +11,8 @@ multiples of 128. Values are E4M3, scales float32.
 import torch
 from torch import Tensor
 
-from lightning_moe.moe.swiglu import swiglu_gradients_plain
-from lightning_moe.precision.float8_casts import zero_empty_groups
+from lightning_moe.precision import float8_casts
+from lightning_moe.precision.float8_casts import Quantised, zero_empty_groups
 from lightning_moe.precision.quantisation import scale_of, tiled
 
 __all__ = [
@@ -63,38 +63,16 @@ def quantise_weight_columns(weight_eNK: Tensor) -> tuple[Tensor, Tensor]:
     return _quantise(weight_eNK.transpose(1, 2), (TILE, TILE))
 
 
-def swiglu_rows(gate_up_R2F: Tensor, weights_R: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Computes SwiGLU times the routing weight in float32, and quantises the rows of that.
-
-    Args:
-        gate_up_R2F: Gate and up of each row, contiguous.
-        weights_R: Routing weight of each row, or ``None`` for 1.
-
-    Returns:
-        What :func:`quantise_rows` returns, of width ``F``.
-    """
-    gate_RF, up_RF = gate_up_R2F.float().chunk(2, dim=1)
-    out_RF = gate_RF * gate_RF.sigmoid() * up_RF
-    return quantise_rows(out_RF if weights_R is None else out_RF * weights_R.float()[:, None])
+def swiglu_rows(gate_up_R2F: Tensor, weights_R: Tensor | None) -> Quantised:
+    """As :func:`.float8_casts.swiglu_rows`, quantised by :func:`quantise_rows`."""
+    return float8_casts.swiglu_rows(gate_up_R2F, weights_R, quantise_rows)
 
 
 def swiglu_backward_rows(
     grad_RF: Tensor, gate_up_R2F: Tensor, weights_R: Tensor | None
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor | None]:
-    """Backward of SwiGLU with a routing weight.
-
-    Args:
-        grad_RF: Gradient of the result, contiguous.
-        gate_up_R2F: Gate and up of each row, contiguous.
-        weights_R: Routing weight of each row, or ``None`` for 1.
-
-    Returns:
-        The result ``(R, F)`` and the gradient ``(R, 2F)`` of its input in the input's dtype, that gradient as
-        :func:`quantise_rows` returns it, and the gradient of the weights, or ``None``.
-    """
-    out_RF, grad_gate_up, grad_weights = swiglu_gradients_plain(grad_RF, gate_up_R2F, weights_R)
-    dtype = gate_up_R2F.dtype
-    return out_RF.to(dtype), grad_gate_up.to(dtype), quantise_rows(grad_gate_up), grad_weights
+) -> tuple[Tensor, Tensor, Quantised, Tensor | None]:
+    """As :func:`.float8_casts.swiglu_backward_rows`, quantised by :func:`quantise_rows`."""
+    return float8_casts.swiglu_backward_rows(grad_RF, gate_up_R2F, weights_R, quantise_rows)
 
 
 def dequantise(values: Tensor, scale: Tensor) -> Tensor:

@@ -33,6 +33,14 @@ def _scale_of(amax):  # type: ignore[no-untyped-def]  # Triton reads annotations
 
 
 @triton.jit
+def _place(rows, ROWS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    # The rows of a program, which tile of them, its columns, and which of the rows exist.
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tile = tl.program_id(1)
+    return row, tile, tile * TILE + tl.arange(0, TILE), row < rows
+
+
+@triton.jit
 def _store_tiles(  # type: ignore[no-untyped-def]
     x, values_ptr, scale_ptr, row, column, in_rows, tile, rows, width, CASTS: tl.constexpr
 ):
@@ -47,10 +55,7 @@ def _store_tiles(  # type: ignore[no-untyped-def]
 def _quantise_rows_kernel(  # type: ignore[no-untyped-def]
     x_ptr, values_ptr, scale_ptr, rows, width, CASTS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tile = tl.program_id(1)
-    column = tile * TILE + tl.arange(0, TILE)
-    in_rows = row < rows
+    row, tile, column, in_rows = _place(rows, ROWS, TILE)
     x = tl.load(x_ptr + row[:, None] * width + column[None, :], mask=in_rows[:, None], other=0.0).to(tl.float32)
     _store_tiles(x, values_ptr, scale_ptr, row, column, in_rows, tile, rows, width, CASTS)
 
@@ -118,10 +123,7 @@ def _swiglu_rows_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tile = tl.program_id(1)
-    column = tile * TILE + tl.arange(0, TILE)
-    in_rows = row < rows
+    row, tile, column, in_rows = _place(rows, ROWS, TILE)
     at = gate_up_ptr + row[:, None] * (2 * width) + column[None, :]
     gate = tl.load(at, mask=in_rows[:, None], other=0.0).to(tl.float32)
     up = tl.load(at + width, mask=in_rows[:, None], other=0.0).to(tl.float32)
@@ -167,10 +169,7 @@ def _swiglu_backward_rows_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tile = tl.program_id(1)
-    column = tile * TILE + tl.arange(0, TILE)
-    in_rows = row < rows
+    row, tile, column, in_rows = _place(rows, ROWS, TILE)
     inside = in_rows[:, None]
     first, at = row[:, None] * width + column[None, :], row[:, None] * (2 * width) + column[None, :]
     grad = tl.load(grad_ptr + first, mask=inside, other=0.0).to(tl.float32)

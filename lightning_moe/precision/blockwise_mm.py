@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe.precision.blockwise_casts import dequantise
-from lightning_moe.precision.float8_casts import groups_of
-
-Quantised = tuple[Tensor, Tensor]  # values in E4M3, and scales in float32
+from lightning_moe.precision.float8_casts import Quantised, groups_of
 
 
 def blockwise_grouped_mm(a: Quantised, b: Quantised, offsets_e: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ Shapes: ``R`` rows ordered by expert, ``K`` and ``N`` widths, ``F`` expert width
 E4M3, scales float32.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from lightning_moe.moe.swiglu import swiglu_gradients_plain
 from lightning_moe.precision.quantisation import scale_of
 
+Quantised = tuple[Tensor, Tensor]  # values in E4M3, and scales in float32
 ROW_MULTIPLE = 16  # of what is summed over, which FP8 multiplications demand
 _E4M3 = torch.float8_e4m3fn
 
@@ -100,38 +103,45 @@ def quantise_weight_columns(weight_eNK: Tensor) -> tuple[Tensor, Tensor]:
     return values.unflatten(0, (experts, width)), scale.unflatten(0, (experts, width))
 
 
-def swiglu_rows(gate_up_R2F: Tensor, weights_R: Tensor | None) -> tuple[Tensor, Tensor]:
+def swiglu_rows(
+    gate_up_R2F: Tensor, weights_R: Tensor | None, quantise: Callable[[Tensor], Quantised] = quantise_rows
+) -> Quantised:
     """Computes SwiGLU times the routing weight in float32, and quantises each row of that.
 
     Args:
         gate_up_R2F: Gate and up of each row, contiguous.
         weights_R: Routing weight of each row, or ``None`` for 1.
+        quantise: Quantises rows.
 
     Returns:
-        Values ``(R, F)`` and scales ``(R,)``.
+        Values ``(R, F)`` and scales, as ``quantise`` returns them.
     """
     gate_RF, up_RF = gate_up_R2F.float().chunk(2, dim=1)
     out_RF = gate_RF * gate_RF.sigmoid() * up_RF
-    return quantise_rows(out_RF if weights_R is None else out_RF * weights_R.float()[:, None])
+    return quantise(out_RF if weights_R is None else out_RF * weights_R.float()[:, None])
 
 
 def swiglu_backward_rows(
-    grad_RF: Tensor, gate_up_R2F: Tensor, weights_R: Tensor | None
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor | None]:
+    grad_RF: Tensor,
+    gate_up_R2F: Tensor,
+    weights_R: Tensor | None,
+    quantise: Callable[[Tensor], Quantised] = quantise_rows,
+) -> tuple[Tensor, Tensor, Quantised, Tensor | None]:
     """Backward of SwiGLU with a routing weight.
 
     Args:
         grad_RF: Gradient of the result, contiguous.
         gate_up_R2F: Gate and up of each row, contiguous.
         weights_R: Routing weight of each row, or ``None`` for 1.
+        quantise: Quantises rows.
 
     Returns:
         The result ``(R, F)`` and the gradient ``(R, 2F)`` of its input in the input's dtype, that gradient as
-        :func:`quantise_rows` returns it, and the gradient of the weights, or ``None``.
+        ``quantise`` returns it, and the gradient of the weights, or ``None``.
     """
     out_RF, grad_gate_up, grad_weights = swiglu_gradients_plain(grad_RF, gate_up_R2F, weights_R)
     dtype = gate_up_R2F.dtype
-    return out_RF.to(dtype), grad_gate_up.to(dtype), quantise_rows(grad_gate_up), grad_weights
+    return out_RF.to(dtype), grad_gate_up.to(dtype), quantise(grad_gate_up), grad_weights
 
 
 def swiglu_backward_columns(

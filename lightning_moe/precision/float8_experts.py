@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from lightning_moe.precision.blockwise_mm import blockwise_grouped_mm
-from lightning_moe.precision.float8_casts import groups_of
-from lightning_moe.precision.float8_linear import Quantised, casts_for, multiply_quantised
+from lightning_moe.precision.float8_casts import Quantised, groups_of
+from lightning_moe.precision.float8_linear import casts_for, multiply_quantised
 from lightning_moe.precision.recipes import Recipe
 
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]

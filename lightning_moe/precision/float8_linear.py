@@ -21,9 +21,8 @@ from torch import Tensor
 
 from lightning_moe.precision.blockwise_casts import TILE
 from lightning_moe.precision.blockwise_mm import blockwise_mm
+from lightning_moe.precision.float8_casts import Quantised
 from lightning_moe.precision.recipes import Recipe
-
-Quantised = tuple[Tensor, Tensor]  # values in E4M3, and scales in float32
 
 
 @functools.cache

@@ -1,13 +1,12 @@
 """Whether the trainer's accelerator and strategy are ones that Lightning knows, before a Trainer is made."""
 
-from importlib import import_module
 from typing import Any
 
 import yaml
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_moe.usage_errors import close_names
+from lightning_moe.usage_errors import close_in_module, close_names
 
 _BACKENDS = {"gpu": ("cuda", "mps")}
 
@@ -53,15 +52,7 @@ def check_strategy(strategy: Any) -> None:
     if strategy.startswith("{"):  # a class path that cannot be a strategy is left as text
         given = yaml.safe_load(strategy)
         strategy = str(given.get("class_path", strategy)) if isinstance(given, dict) else strategy
-    close = _close_classes(strategy) if "." in strategy else close_names(strategy.lower(), names)
+    close = close_in_module(strategy) if "." in strategy else close_names(strategy.lower(), names)
     close.sort(key=lambda name: name != "expert_parallel")
     hint = f"Did you mean {' or '.join(close)}?" if close else "For several devices there is expert_parallel."
     raise ValueError(f"trainer.strategy: there is no strategy {strategy}.\n{hint}")
-
-
-def _close_classes(class_path: str) -> list[str]:
-    module, _, name = class_path.rpartition(".")
-    try:
-        return [f"{module}.{close}" for close in close_names(name, dir(import_module(module)))]
-    except (ImportError, ValueError):
-        return []

@@ -2,8 +2,8 @@
 
 import copy
 import sys
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +25,7 @@ from lightning_moe.precision.float8_linear import float8_linear, has_operator
 from lightning_moe.precision.quantisation import quantise
 from lightning_moe.precision.recipes import fp8_blockwise, fp8_rowwise, mxfp8
 from tests.models.tiny import tiny_config, tokens
+from tests.precision.experts import NAMES, Case, run_experts
 from tests.precision.sqnr import linear_sqnr, sqnr
 from tests.precision.test_conversion import H200
 from tests.triton_interpreter import run_interpreted
@@ -33,8 +34,7 @@ RECIPE = fp8_blockwise(wgrad_in_high_precision=True)
 EXPERTS, HIDDEN, WIDTH = 4, 256, 128
 OFFSETS = torch.tensor([128, 256, 256, 512], dtype=torch.int32)  # groups of 1 and 44 rows padded to 128, none, and many
 PADDING = [*range(1, 128), *range(172, 256)]
-NAMES = ("forward", "rows", "gate_up", "down", "weights")
-Case = tuple[Any, Any, Any, Any, Any]  # rows, gate_up, down, weights or None, gradient
+run = partial(run_experts, OFFSETS)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -47,18 +47,6 @@ def case(weighted: bool = True) -> Case:
     gate_up, down = normal(EXPERTS, 2 * WIDTH, HIDDEN) / HIDDEN**0.5, normal(EXPERTS, HIDDEN, WIDTH) / WIDTH**0.5
     weights = torch.rand(512, generator=torch.Generator().manual_seed(3)) if weighted else None
     return rows, gate_up, down, weights, grad
-
-
-def run(compute: Callable[..., Tensor], given: Case, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """The result and all gradients."""
-    *inputs, weights, grad = given
-    rows, gate_up, down = (tensor.detach().to(dtype).requires_grad_() for tensor in inputs)
-    leaves = [rows, gate_up, down]
-    if weights is not None:
-        weights = weights.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-        leaves.append(weights)
-    out = compute(rows, gate_up, down, OFFSETS, weights)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))]
 
 
 _CHECK = """

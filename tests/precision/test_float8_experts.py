@@ -1,7 +1,7 @@
 """Experts in FP8 as one operator: kernels equal the plain casts, and the whole stays near float64 and near bfloat16."""
 
 import copy
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from lightning_moe.precision.float8_casts import quantise_columns, quantise_rows
 from lightning_moe.precision.float8_experts import float8_experts
 from lightning_moe.precision.recipes import fp8_rowwise
 from tests.models.tiny import tiny_config, tokens
+from tests.precision.experts import NAMES, Case, run_experts
 from tests.precision.sqnr import sqnr
 from tests.precision.test_conversion import H200
 from tests.triton_interpreter import run_interpreted
@@ -28,9 +29,8 @@ from tests.triton_interpreter import run_interpreted
 EXPERTS, HIDDEN, WIDTH = 4, 128, 96
 OFFSETS = torch.tensor([16, 64, 64, 256], dtype=torch.int32)  # groups of 1 and 44 rows padded to 16, none, and many
 PADDING = [*range(1, 16), *range(60, 64)]
-NAMES = ("forward", "rows", "gate_up", "down", "weights")
+run = partial(run_experts, OFFSETS)
 EXACT = GroupedExperts(EXPERTS, HIDDEN, WIDTH)
-Case = tuple[Any, Any, Any, Any, Any]  # rows, gate_up, down, weights or None, gradient
 
 
 def case(weighted: bool = True) -> Case:
@@ -40,19 +40,6 @@ def case(weighted: bool = True) -> Case:
     rows[PADDING] = 0.0
     gate_up, down = normal(EXPERTS, 2 * WIDTH, HIDDEN) / HIDDEN**0.5, normal(EXPERTS, HIDDEN, WIDTH) / WIDTH**0.5
     return rows, gate_up, down, torch.rand(256, generator=generator) if weighted else None, grad
-
-
-def run(compute: Callable[..., Tensor], given: Case, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """The result and all gradients."""
-    *inputs, weights, grad = given
-    rows, gate_up, down = (tensor.detach().to(dtype).requires_grad_() for tensor in inputs)
-    leaves = [rows, gate_up, down]
-    if weights is not None:
-        weights = weights.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-        leaves.append(weights)
-    out = compute(rows, gate_up, down, OFFSETS, weights)
-    assert out.dtype == dtype
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))]
 
 
 _CHECK = """
