@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from typing_extensions import override
 
 from lightning_moe.callbacks.interrupt import INTERRUPTED
@@ -77,6 +77,14 @@ class RunCheckpoint(ModelCheckpoint):
         # A resumed step is saved already. Lightning would save it again at the first micro-batch of the next window,
         # whose gradients no checkpoint holds
         self._last_global_step_saved = trainer.global_step
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        # At the end of training averages have taken the place of the trained weights, from which a longer run goes on
+        averages = any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+        if averages and trainer.fit_loop.done:
+            self.on_train_end(trainer, pl_module)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -82,6 +82,19 @@ def test_averaged_weights_go_on_bit_by_bit(tmp_path: Path) -> None:
     assert fit(DeepSeekV3(CONFIG, adamw), 4, tmp_path / "plain.ckpt", callbacks=[EMAWeightAveraging()]).global_step == 4
 
 
+def test_a_longer_run_goes_on_from_the_trained_weights_and_not_from_their_average(tmp_path: Path) -> None:
+    def train(steps: int, folder: str, ckpt_path: Path | None = None) -> DeepSeekV3:
+        module = DeepSeekV3(CONFIG, adamw)
+        callbacks = [EMAWeightAveraging(decay=0.5), RunCheckpoint(str(tmp_path / folder), every_n_train_steps=2)]
+        fit(module, steps, ckpt_path, callbacks=callbacks, enable_checkpointing=True)
+        return module
+
+    train(3, "run")
+    longer, straight = train(6, "run", tmp_path / "run" / "step=3.ckpt"), train(6, "straight")
+    for name, value in straight.state_dict().items():
+        assert torch.equal(longer.state_dict()[name], value), name
+
+
 class Terminate(Callback):
     """Gets SIGTERM in the validation after the second step; knows the trained weights of then."""
 
