@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ _INDEX = "model.safetensors.index.json"
 # Rows and columns of a block that shares one scale in the FP8 checkpoints.
 _FP8_BLOCK = 128
 _SCALE = "_scale_inv"
+# What one set of weights can have several of: context lengths, and the weights before training.
+_OF_A_STAGE = ("rope_scaling", "max_position_embeddings", "initializer_range")
 
 
 def load_hf_checkpoint(model: DeepSeekV3Model, directory: str | Path) -> None:
@@ -72,7 +74,7 @@ def save_hf_checkpoint(
 
     directory = Path(directory).resolve()
     state = model.state_dict()
-    _check_export(state, config, dtype)
+    _check_export(state, model.config, config, dtype)
     main_dtype = dtype or state["embed_tokens.weight"].dtype
     config_json = hf_config(config, main_dtype)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -122,7 +124,9 @@ def save_hf_checkpoint(
         raise
 
 
-def _check_export(state: dict[str, Tensor], config: DeepSeekV3Config, dtype: torch.dtype | None) -> None:
+def _check_export(
+    state: dict[str, Tensor], own: DeepSeekV3Config, config: DeepSeekV3Config, dtype: torch.dtype | None
+) -> None:
     if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
         raise ValueError(f"dtype is {dtype}, but it must be torch.bfloat16, float16, float32 or float64.")
     sharded = next((name for name, tensor in state.items() if isinstance(tensor, DTensor)), None)
@@ -139,6 +143,13 @@ def _check_export(state: dict[str, Tensor], config: DeepSeekV3Config, dtype: tor
             raise ValueError(
                 f"config does not describe the model: {name} is {present or 'missing'} in the model and "
                 f"{wanted or 'missing'} by config; give the config that the model was built with."
+            )
+    for field in fields(config):
+        ours, theirs = getattr(own, field.name), getattr(config, field.name)
+        if ours != theirs and field.name not in _OF_A_STAGE:
+            raise ValueError(
+                f"config does not describe the model: {field.name} is {ours} in the model and {theirs} by config; give "
+                "the config that the model was built with."
             )
 
 
@@ -166,6 +177,8 @@ def hf_config(config: DeepSeekV3Config, dtype: torch.dtype = torch.bfloat16) -> 
             "its two best experts: this model cannot be exported. A value that works: topk_method=noaux_tc."
         )
     values = asdict(config)
+    if config.topk_group == config.n_group:  # the same routing, which readers that score groups take too
+        values |= {"n_group": 1, "topk_group": 1}
     if values["mtp_input"] == "post_norm" or not config.num_nextn_predict_layers:
         del values["mtp_input"]  # what every reader takes for granted
     yarn = values.pop("rope_scaling")

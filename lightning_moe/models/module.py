@@ -186,11 +186,12 @@ class MoELightningModule(LightningModule):
         strategy: Any = self._trainer.strategy if self._trainer is not None else None
         if distributes(strategy):
             self.sum_over_data_ranks = strategy.assemble(model, _initial_seed())
-            wanted = assembly_of(strategy)
-            self._assembly = None if wanted == PLAIN and self.trainer.world_size == 1 else wanted
         else:
             model.to_empty(device=device)
             model.init_weights(_initial_seed())
+        if strategy is not None:
+            wanted = assembly_of(strategy)
+            self._assembly = None if wanted == PLAIN and self.trainer.world_size == 1 else wanted
         outside = [name for name, _ in self.named_parameters()]
         if outside:
             raise ValueError(
@@ -200,8 +201,8 @@ class MoELightningModule(LightningModule):
         self.model = model
         self._processes_built_for = self._trainer.world_size if self._trainer is not None else 1
         shape = self.moe_shape()
-        layers = len(list(model.moe_layers()))
-        self.evaluation = Evaluation(shape.num_nextn_predict_layers, layers, shape.n_routed_experts)
+        self._moe_layers = len(list(model.moe_layers()))
+        self.evaluation = Evaluation(shape.num_nextn_predict_layers, self._moe_layers, shape.n_routed_experts)
 
     @property
     def built_model(self) -> MoEModel:
@@ -245,11 +246,14 @@ class MoELightningModule(LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Returns the sum of all loss terms of a micro-batch; it is divided once per optimizer step."""
         mtp_weight = value_at(self.mtp_loss_weight, self.tokens_seen)
-        output = self.built_model(
-            **_model_inputs(batch),
-            balance=self.balancing.sequence_loss_weight > 0,
-            **self._depth_options(mtp_weight > 0, self._reports_this_step),
-        )
+        options = self._depth_options(mtp_weight > 0, self._reports_this_step)
+        output = self.built_model(**_model_inputs(batch), balance=self.balancing.sequence_loss_weight > 0, **options)
+        if options.get("mtp", True) and len(output.expert_counts) != self._moe_layers:
+            raise ValueError(
+                f"{type(self.model).__name__}.forward returned expert_counts of {len(output.expert_counts)} layers, "
+                f"but the model has {self._moe_layers} MoE layers, whose biases move by them.\n"
+                "Return the counts_E of each, in the order of blocks()."
+            )
         total = output.loss
         if output.mtp_losses:
             total = total + torch.stack(output.mtp_losses).mean() * mtp_weight

@@ -58,7 +58,8 @@ def candidates(model: nn.Module, include: list[str] | None, exclude: list[str] |
         kind: Kind
         if isinstance(module, GroupedExperts):
             kind, method = "grouped", "grouped_mm"
-            shapes = [weight.shape for weight in module.parameters(recurse=False)]
+            # One matrix for each expert; what else experts of one's own have is not multiplied
+            shapes = [weight.shape for weight in module.parameters(recurse=False) if weight.ndim == 3]
         elif isinstance(module, nn.Linear):
             kind, method = "linear", "forward"
             shapes = [module.weight.shape]

@@ -23,7 +23,7 @@ from lightning_moe.convert import (
 from lightning_moe.convert.huggingface import dequantise
 from lightning_moe.models.deepseek_v3.config import DeepSeekV3Config
 from lightning_moe.models.deepseek_v3.model import DeepSeekV3Model
-from tests.models.tiny import random_model, smaller_config
+from tests.models.tiny import random_model, smaller_config, tiny_config
 
 INDEX = "model.safetensors.index.json"
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -352,11 +352,20 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
         save_hf_checkpoint(model, other, tmp_path / "hf")
     with pytest.raises(ValueError, match="config does not describe the model: .* missing in the model"):
         save_hf_checkpoint(model, replace(config, num_hidden_layers=5), tmp_path / "hf")
+    taken = config.num_experts_per_tok
+    with pytest.raises(ValueError, match=f"num_experts_per_tok is {taken} in the model and {taken - 1} by config"):
+        save_hf_checkpoint(model, replace(config, num_experts_per_tok=taken - 1), tmp_path / "hf")
     with torch.no_grad():
         model.norm.weight[3] = 1e6
     with pytest.raises(ValueError, match=r"model.norm.weight holds values that are not finite as torch.float16"):
         save_hf_checkpoint(model, config, tmp_path / "hf", dtype=torch.float16)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_groups_that_are_all_taken_are_written_as_one() -> None:
+    config = tiny_config(n_group=8, topk_group=8, topk_method="group_limited_greedy", n_routed_experts=8)
+    written = hf_config(config)
+    assert (written["n_group"], written["topk_group"], written["topk_method"]) == (1, 1, "noaux_tc")
 
 
 def test_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ def test_rope_parameters_of_transformers_5(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.type is 'linear'"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', but it must be null"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling has no factor"),
-        ({"rope_theta": None}, "rope_theta is None, but it must be a number"),
+        ({"rope_theta": None}, "rope_theta is None, but it must be a finite number"),
         ({"num_nextn_predict_layers": None}, "num_nextn_predict_layers is None, but it must be a whole number"),
         ({"rope_interleave": False}, "rope_interleave is False"),
         (
@@ -121,12 +121,45 @@ def test_rope_parameters_of_transformers_5(tmp_path: Path) -> None:
             "unknown keys index_n_heads, index_topk",
         ),
         ({"n_group": 7}, "n_group is 7"),
+        ({"model_type": "llama"}, "model_type is 'llama', but these can be read: deepseek_v3, kimi_k2"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 57}, "mlp_layer_types must name first_k_dense_replace dense"),
+        ({"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 59}, "mlp_layer_types must name first_k_dense_replace dense"),
+        ({"rope_scaling": {"type": "yarn", "factor": "40"}}, "rope_scaling.factor is '40', but it must be a finite"),
     ],
 )
 def test_files_of_other_architectures(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         DeepSeekV3Config.from_json(written(tmp_path, **changes))
     assert len(str(error.value).splitlines()) <= 4
+
+
+def test_what_files_of_deepseek_v2_leave_out(tmp_path: Path) -> None:
+    left_out = {"scoring_func", "topk_method", "norm_topk_prob", "num_nextn_predict_layers", "routed_scaling_factor"}
+    kept = {key: value for key, value in json.loads(RELEASED).items() if key not in left_out}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**kept, "model_type": "deepseek_v2", "n_group": None, "topk_group": None}))
+    config = DeepSeekV3Config.from_json(path)
+    assert (config.scoring_func, config.topk_method, config.norm_topk_prob) == ("softmax", "greedy", False)
+    assert (config.n_group, config.topk_group, config.routed_scaling_factor) == (1, 1, 1.0)
+    assert (config.num_nextn_predict_layers, config.first_k_dense_replace) == (0, 3)
+
+
+def test_kinds_of_layers_say_which_are_dense(tmp_path: Path) -> None:
+    raw = {**json.loads(RELEASED), "mlp_layer_types": ["dense"] + ["sparse"] * 60}
+    del raw["first_k_dense_replace"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert DeepSeekV3Config.from_json(tmp_path / "config.json").first_k_dense_replace == 1
+
+
+def test_yarn_as_a_dictionary(tmp_path: Path) -> None:
+    given = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}
+    expected = YarnScaling(2.0)
+    assert DeepSeekV3Config.preset("tiny", rope_scaling=given).rope_scaling == expected
+    read = DeepSeekV3Config.from_json(written(tmp_path), rope_scaling=given, max_position_embeddings=8192)
+    assert read.rope_scaling == expected
+    with pytest.raises(ValueError, match="rope_scaling has unknown keys fator; one that works: factor"):
+        DeepSeekV3Config.preset("tiny", rope_scaling={"fator": 2.0})
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -173,6 +206,8 @@ BAD = [
     ({"rope_theta": -1.0}, "rope_theta", "rope_theta=10000.0"),
     ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor", "routed_scaling_factor=2.5"),
     ({"initializer_range": 0.0}, "initializer_range", "initializer_range=0.006"),
+    ({"rms_norm_eps": float("inf")}, "rms_norm_eps", "rms_norm_eps=1e-06"),
+    ({"rope_scaling": "yarn"}, "rope_scaling", "rope_scaling=YarnScaling(factor=40.0)"),
     (
         {"max_position_embeddings": 10000, "rope_scaling": YarnScaling(2.0)},
         "max_position_embeddings",
@@ -196,6 +231,9 @@ def test_bad_values_name_field_value_and_what_works(overrides: dict[str, Any], f
     [
         ({"factor": 0.5}, "rope_scaling.factor is 0.5"),
         ({"factor": -1.0}, "rope_scaling.factor is -1.0"),
+        ({"factor": float("nan")}, "rope_scaling.factor is nan"),
+        ({"beta_slow": "1"}, "rope_scaling.beta_slow is '1'"),
+        ({"type": "linear"}, "rope_scaling.type is 'linear'"),
         ({"original_max_position_embeddings": 0}, "rope_scaling.original_max_position_embeddings is 0"),
         ({"beta_fast": 1.0, "beta_slow": 2.0}, "rope_scaling.beta_fast is 1.0"),
     ],

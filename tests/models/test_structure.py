@@ -1,6 +1,7 @@
 """Mistakes in a model's structure that would train wrongly without a word are refused before it is built."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,10 +9,10 @@ import torch
 from torch import nn
 
 from lightning_moe import DeepSeekV3
-from lightning_moe.models.base import MoEModel
+from lightning_moe.models.base import MoEModel, MoEModelOutput
 from lightning_moe.models.deepseek_v3 import DeepSeekV3Model
 from lightning_moe.strategies.regions import apply_to_regions
-from tests.models.test_module import CONFIG
+from tests.models.test_module import CONFIG, fit
 
 
 class Tied(DeepSeekV3Model):
@@ -62,3 +63,19 @@ def test_a_block_without_the_attention_region_is_refused_where_regions_count() -
     apply_to_regions(model, "none", compile_regions=False)
     with pytest.raises(TypeError, match=r"NoAttend \(layers.0\) must have a method attend\(\)"):
         apply_to_regions(model, "selective", compile_regions=False)
+
+
+class LosesCounts(DeepSeekV3Model):
+    def forward(self, *args: Any, **kwargs: Any) -> MoEModelOutput:
+        output = super().forward(*args, **kwargs)
+        return output._replace(expert_counts=output.expert_counts[1:])
+
+
+def test_counts_of_too_few_layers_move_no_biases() -> None:
+    class Module(DeepSeekV3):
+        def build_model(self) -> MoEModel:
+            return LosesCounts(self.config)
+
+    config = replace(CONFIG, num_hidden_layers=3)
+    with pytest.raises(ValueError, match="expert_counts of 2 layers, but the model has 3 MoE layers"):
+        fit(Module(config), max_steps=1)

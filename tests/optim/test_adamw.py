@@ -263,6 +263,28 @@ def test_options_of_torch_in_a_group_are_honoured(option: str) -> None:
     torch.testing.assert_close(*trained, rtol=1e-6, atol=1e-7)
 
 
+def test_amsgrad_goes_with_moments_in_bfloat16() -> None:
+    torch.manual_seed(0)
+    gradients = [torch.randn(64, 32) for _ in range(6)]
+    trained = []
+    for moments in ("float32", "bfloat16"):
+        parameter = nn.Parameter(torch.ones(64, 32))
+        optimizer = AdamW([{"params": [parameter], "amsgrad": True}], lr=0.01, moments=moments)
+        for gradient in gradients:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+        state = optimizer.state[parameter]
+        assert (state["exp_avg"].dtype is torch.bfloat16) is (moments == "bfloat16")
+        assert state["max_exp_avg_sq"].dtype is torch.float32
+        trained.append(parameter.detach())
+    torch.testing.assert_close(*trained, rtol=0, atol=6 * 0.01 * 2**-7)  # the moments' rounding, in each update
+
+
+def test_moments_of_a_group_are_checked() -> None:
+    with pytest.raises(ValueError, match="AdamW moments='fp8': must be float32 or bfloat16"):
+        AdamW([{"params": [nn.Parameter(torch.ones(2))], "moments": "fp8"}])
+
+
 def _on_cuda(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, device="cuda", dtype=dtype))
 

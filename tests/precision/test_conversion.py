@@ -282,3 +282,18 @@ def test_experts_that_differ_in_what_computes_them_alone_are_not_taken_for_conve
     assert can_compute_as_one(experts)
     cast_on_use(experts, torch.bfloat16)
     assert can_compute_as_one(experts)
+
+
+class Gained(GroupedExperts):
+    """Experts of one's own: with a factor for each channel, a bias for each expert, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 32, 64)
+        self.gain = nn.Parameter(torch.ones(32))
+        self.bias = nn.Parameter(torch.zeros(2, 32))
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def test_only_the_matrices_of_experts_are_multiplied() -> None:
+    found = list(candidates(Gained(), None, None))
+    assert [candidate.weights for candidate in found] == [((32, 128), (64, 32))]

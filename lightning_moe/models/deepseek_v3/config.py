@@ -3,10 +3,15 @@
 import json
 import logging
 from dataclasses import dataclass, fields, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
 _log = logging.getLogger(__name__)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,14 @@ class YarnScaling:
     type: Literal["yarn"] = "yarn"
 
     def __post_init__(self) -> None:
+        if self.type != "yarn":
+            raise ValueError(f"rope_scaling.type is {self.type!r}, but it must be 'yarn'.")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "type" and (not _is_number(value) or not isfinite(value)):
+                raise ValueError(
+                    f"rope_scaling.{field.name} is {value!r}, but it must be a finite number, as in {field.default}."
+                )
         for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"rope_scaling.{name} is {getattr(self, name)}, but it must be positive, as in 40.")
@@ -157,8 +170,10 @@ class DeepSeekV3Config:
             elif isinstance(default, int) and not (field.name == "q_lora_rank" and value is None):
                 if isinstance(value, bool) or not isinstance(value, int):
                     self._fail(field.name, "must be a whole number", default)
-            elif isinstance(default, float) and (isinstance(value, bool) or not isinstance(value, (int, float))):
-                self._fail(field.name, "must be a number", default)
+            elif isinstance(default, float) and not (_is_number(value) and isfinite(value)):
+                self._fail(field.name, "must be a finite number", default)
+        if not isinstance(self.rope_scaling, YarnScaling | None):
+            self._fail("rope_scaling", "must be a YarnScaling or None", "YarnScaling(factor=40.0)")
 
     def _check_ranges(self) -> None:
         positive = (
@@ -227,14 +242,14 @@ class DeepSeekV3Config:
         Args:
             name: ``"deepseek_v3_671b"``, ``"moonlight_16b"`` (the DeepSeek-V3 architecture at 16B),
                 ``"deepseek_v2_lite"`` (the 16B of TorchTitan's published result: softmax routing) or ``"tiny"``.
-            **overrides: Fields to replace.
+            **overrides: Fields to replace; ``rope_scaling`` may be a dictionary.
 
         Raises:
-            ValueError: There is no such preset.
+            ValueError: There is no such preset, or a field breaks a rule.
         """
         if name not in PRESETS:
             raise ValueError(f"config is {name!r}, but the presets are {', '.join(PRESETS)}. One that works: tiny.")
-        return replace(PRESETS[name], **overrides)
+        return replace(PRESETS[name], **with_yarn(overrides))
 
     @classmethod
     def from_json(cls, path: str | Path, **overrides: Any) -> "DeepSeekV3Config":
@@ -242,23 +257,49 @@ class DeepSeekV3Config:
 
         Args:
             path: The file.
-            **overrides: Fields to replace after reading.
+            **overrides: Fields to replace after reading; ``rope_scaling`` may be a dictionary, as in the file.
 
         Raises:
             ValueError: The file has a key that is not known, or describes a model that is not a DeepSeek-V3.
         """
         read = fields_from_json(path)
-        read.update(overrides)
-        if isinstance(read.get("rope_scaling"), dict):
-            read["rope_scaling"] = YarnScaling(**read["rope_scaling"])
-        return cls(**read)
+        return cls(**with_yarn({**read, **overrides}))
 
 
+def with_yarn(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the same fields of :class:`DeepSeekV3Config`, with a dictionary ``rope_scaling`` as an object."""
+    scaling = values.get("rope_scaling")
+    if not isinstance(scaling, dict):
+        return values
+    scaling = {"type" if key == "rope_type" else key: value for key, value in scaling.items()}
+    unknown = set(scaling) - {field.name for field in fields(YarnScaling)}
+    if unknown:
+        raise ValueError(f"rope_scaling has unknown keys {', '.join(sorted(unknown))}; one that works: factor.")
+    return {**values, "rope_scaling": YarnScaling(**scaling)}
+
+
+# The kinds of model that are read, and what their files leave out where it is not the 671B model's.
+_MODEL_TYPES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {},
+    "kimi_k2": {},
+    "sarvam_mla": {},
+    "deepseek_v2": {
+        "scoring_func": "softmax",
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 0,
+        "num_nextn_predict_layers": 0,
+    },
+}
 # Keys of config.json that only have one value here; anything else is another architecture.
 _FIXED = {
     "attention_bias": (False,),
     "attention_dropout": (0, 0.0),
     "hidden_act": ("silu",),
+    "mlp_bias": (False,),
     "moe_layer_freq": (1,),
     "rope_interleave": (True,),
     "tie_word_embeddings": (False,),
@@ -273,8 +314,6 @@ _IGNORED = [
     "eos_token_id",
     "ep_size",
     "head_dim",
-    "mlp_layer_types",
-    "model_type",
     "num_key_value_heads",
     "output_router_logits",
     "pad_token_id",
@@ -325,9 +364,16 @@ def fields_from_json(path: str | Path) -> dict[str, Any]:
 
     known = {field.name for field in fields(DeepSeekV3Config)}
     read = {key: value for key, value in raw.items() if key in known and key != "rope_scaling"}
-    unknown = set(raw) - known - set(_FIXED) - set(_IGNORED) - {"rope_parameters"}
+    unknown = set(raw) - known - set(_FIXED) - set(_IGNORED) - {"rope_parameters", "model_type", "mlp_layer_types"}
     if unknown:
         raise ValueError(f"{path}: unknown keys {', '.join(sorted(unknown))}; this is not a DeepSeek-V3 config.json.")
+    model_type = raw.get("model_type", "deepseek_v3")
+    if model_type not in _MODEL_TYPES:
+        raise ValueError(f"{path}: model_type is {model_type!r}, but these can be read: {', '.join(_MODEL_TYPES)}.")
+    for key, value in _MODEL_TYPES[model_type].items():
+        if read.get(key) is None:  # transformers writes null for the groups of a model without
+            read[key] = value
+    _read_layer_types(raw, read, path)
     read["n_shared_experts"] = raw.get("n_shared_experts") or 0
     rope: Any = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(rope, dict):
@@ -344,6 +390,20 @@ def fields_from_json(path: str | Path) -> dict[str, Any]:
         notes.append(f"initializer_range is {read['initializer_range']} (the report trains from 0.006)")
     _log.info("; ".join(notes))
     return read
+
+
+def _read_layer_types(raw: dict[str, Any], read: dict[str, Any], path: Path) -> None:
+    kinds = raw.get("mlp_layer_types")
+    if kinds is None:
+        return
+    dense = kinds.count("dense") if isinstance(kinds, list) else 0
+    layers = read.get("num_hidden_layers", DeepSeekV3Config.num_hidden_layers)
+    if kinds != ["dense"] * dense + ["sparse"] * (layers - dense) or raw.get("first_k_dense_replace", dense) != dense:
+        raise ValueError(
+            f"{path}: mlp_layer_types must name first_k_dense_replace dense layers and then sparse ones, "
+            f"{layers} in all."
+        )
+    read["first_k_dense_replace"] = dense
 
 
 def _yarn_from_json(rope: dict[str, Any], path: Path) -> dict[str, Any] | None:

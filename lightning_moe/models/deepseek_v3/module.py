@@ -15,7 +15,7 @@ from lightning_moe.models.deepseek_v3.attention_backends import (
     attention_kernels,
     check_backend_name,
 )
-from lightning_moe.models.deepseek_v3.config import DeepSeekV3Config, YarnScaling
+from lightning_moe.models.deepseek_v3.config import DeepSeekV3Config, with_yarn
 from lightning_moe.models.deepseek_v3.model import DeepSeekV3Model
 from lightning_moe.models.module import MoELightningModule, MoEShape
 from lightning_moe.moe.balance import Balancing
@@ -102,6 +102,9 @@ class DeepSeekV3(MoELightningModule):
 
 def _config_of(config: Any) -> DeepSeekV3Config:
     if isinstance(config, dict):  # from a checkpoint
-        scaling = config.get("rope_scaling")
-        return DeepSeekV3Config(**{**config, "rope_scaling": YarnScaling(**scaling) if scaling else None})
+        return DeepSeekV3Config(**with_yarn(config))
+    if not isinstance(config, DeepSeekV3Config):
+        raise ValueError(
+            f"config is {config!r}, but it must be a DeepSeekV3Config. One that works: DeepSeekV3Config.preset('tiny')."
+        )
     return config
