@@ -70,18 +70,21 @@ class Preemption(Callback):
         connector.register_signal_handlers = partial(self._register_handlers, trainer)
         loop: Any = trainer.fit_loop.epoch_loop
         loop._broadcast_sigterm_tensor = _do_nothing
+        loop.advance = partial(self._advance, trainer)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step_before = trainer.global_step
         self._between_steps = True
 
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def _advance(self, trainer: Trainer, data_fetcher: Any) -> None:
+        """Stops, or goes on with the next micro-batch, which a checkpoint must not count as read."""
         # Not at the end of the step before: Lightning logs it, and validates, after the callbacks' hook.
-        if self._between_steps and trainer.global_step % self.every_n_steps == 0:
+        loop: Any = trainer.fit_loop.epoch_loop
+        if self._between_steps and not loop.restarting and trainer.global_step % self.every_n_steps == 0:
             self._stop_if_agreed(trainer)
         self._between_steps = False
+        type(loop).advance(loop, data_fetcher)
 
     @override
     def on_train_batch_end(
@@ -115,6 +118,7 @@ class Preemption(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         vars(trainer._signal_connector).pop("register_signal_handlers", None)
+        vars(trainer.fit_loop.epoch_loop).pop("advance", None)
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None

@@ -2,12 +2,14 @@
 
 import os
 import shutil
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe.callbacks.interrupt import INTERRUPTED
@@ -18,7 +20,8 @@ class RunCheckpoint(ModelCheckpoint):
 
     By default the last two checkpoints stay. The end of training is saved too. ``last.ckpt`` is a link that moves to a
     new checkpoint before an old one is removed, in one step, so that it never dangles. Names carry no version counter:
-    a restarted run writes the same step to the same name.
+    a restarted run writes the same step to the same name. Where a metric decides, the newest checkpoint stays besides
+    the best; a metric of the validation (``val…``) is that of the same step, and ranks no other one.
 
     Args:
         dirpath: Folder of the checkpoints; on the command line always ``<trainer.default_root_dir>/checkpoints``.
@@ -64,6 +67,8 @@ class RunCheckpoint(ModelCheckpoint):
             verbose=verbose,
             enable_version_counter=False,
         )
+        self._newest = ""  # where it is not among the best
+        self._validated_step: int | None = None
 
     @property
     @override
@@ -77,6 +82,37 @@ class RunCheckpoint(ModelCheckpoint):
         # A resumed step is saved already. Lightning would save it again at the first micro-batch of the next window,
         # whose gradients no checkpoint holds
         self._last_global_step_saved = trainer.global_step
+        self._forget_more_than_top_k(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # Not Lightning's, which saves within steps and ranks by the validation before, or at some last batches never
+        loop = trainer.fit_loop
+        if loop._should_accumulate():  # a checkpoint would lack the gradients of this step so far
+            return
+        due = self._every_n_train_steps > 0 and trainer.global_step % self._every_n_train_steps == 0
+        if self._train_time_interval is not None:
+            elapsed = time.monotonic() - (self._last_time_checked or 0.0)
+            due = trainer.strategy.broadcast(elapsed >= self._train_time_interval.total_seconds())
+            if due:
+                self._last_time_checked = time.monotonic()
+        if not due or self._should_skip_saving_checkpoint(trainer):
+            return
+        if self._ranks_validations and loop.epoch_loop._should_check_val_fx(loop._data_fetcher):  # type: ignore[arg-type]
+            self._defer_save_until_validation = True
+        else:
+            self._save(trainer)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        self._validated_step = trainer.global_step
+        if self._defer_save_until_validation:
+            self._defer_save_until_validation = False
+            self._save(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -88,10 +124,49 @@ class RunCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
         if not self._should_skip_saving_checkpoint(trainer):
             candidates = self._monitor_candidates(trainer)
             self._save_topk_checkpoint(trainer, candidates)
             self._save_last_checkpoint(trainer, candidates)
+
+    @property
+    def _ranks_validations(self) -> bool:
+        return self.monitor is not None and self.monitor.startswith("val")
+
+    @override
+    def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        present = self.monitor is None or self.monitor in monitor_candidates
+        stale = self._ranks_validations and self._validated_step != trainer.global_step
+        missing = not present and trainer.fit_loop.epoch_loop.val_loop._has_run  # an error of Lightning's names it
+        if self.save_top_k == 0 or missing or (present and not stale):
+            super()._save_topk_checkpoint(trainer, monitor_candidates)
+        if self.save_top_k == 0:
+            return
+        previous, self._newest = self._newest, ""
+        if self._last_global_step_saved != trainer.global_step:
+            self._newest = self.format_checkpoint_name(monitor_candidates)
+            self._save_checkpoint(trainer, self._newest)
+        kept = [self._newest, *self.best_k_models]
+        if previous and previous not in kept and self._should_remove_checkpoint(trainer, previous, self._newest):
+            self._remove_checkpoint(trainer, previous)
+
+    def _forget_more_than_top_k(self, trainer: Trainer) -> None:
+        """Removes what an earlier run kept and this one would not, but what it goes on from."""
+        if self.save_top_k < 1 or len(self.best_k_models) <= self.save_top_k:
+            return
+        from_best = sorted(self.best_k_models, key=lambda path: self.best_k_models[path], reverse=self.mode == "max")
+        resumed = None if trainer.ckpt_path is None else os.path.realpath(trainer.ckpt_path)
+        for path in from_best[self.save_top_k :]:
+            del self.best_k_models[path]
+            if os.path.realpath(path) == resumed:
+                self._newest = path
+            else:
+                self._remove_checkpoint(trainer, path)
+        self.kth_best_model_path = from_best[self.save_top_k - 1]
+        self.kth_value = self.best_k_models[self.kth_best_model_path]
 
     @override
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
@@ -121,8 +196,13 @@ class RunCheckpoint(ModelCheckpoint):
         trainer.strategy.barrier()
 
     @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "newest": self._newest}
+
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        self._newest = state_dict.get("newest", "")
         # Checkpoints that were removed by hand would count as kept
         self.best_k_models = {path: score for path, score in self.best_k_models.items() if os.path.exists(path)}
         if self.kth_best_model_path not in self.best_k_models:

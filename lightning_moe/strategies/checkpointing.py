@@ -26,6 +26,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 META_FILE = "meta.pt"
+_WEIGHTS_ALONE = (
+    "The checkpoint holds weights alone, from which training cannot go on; give one with the optimizer as ckpt_path, "
+    "or begin a run of its own with load_from_checkpoint."
+)
 
 
 class SafeReader(dcp.FileSystemReader):
@@ -165,6 +169,7 @@ def load_directory(
     names = {name.removeprefix("state_dict.") for name in stored if name.startswith("state_dict.")}
     if strict:
         _check_names(path, set(weights), names)
+    _check_shapes(path, weights, {name: stored[f"state_dict.{name}"].size for name in names})
     tensors: dict[str, Any] = {"state_dict": {name: tensor for name, tensor in weights.items() if name in names}}
     plain = rest.pop("optimizers", {})
     for index, (module, optimizer) in enumerate(optimizers):
@@ -181,6 +186,15 @@ def _check_names(path: Path, wanted: set[str], stored: set[str]) -> None:
         raise ValueError(
             f"{path} does not fit the model: missing weights {missing or 'none'}, unexpected {unexpected or 'none'}."
         )
+
+
+def _check_shapes(path: Path, wanted: dict[str, Tensor], stored: dict[str, torch.Size]) -> None:
+    for name in wanted.keys() & stored.keys():
+        if wanted[name].shape != stored[name]:
+            raise ValueError(
+                f"{path} does not fit the model: {name} has shape {list(stored[name])} there, but the model needs "
+                f"{list(wanted[name].shape)}."
+            )
 
 
 def read_whole(path: Path) -> dict[str, Any]:
@@ -217,14 +231,11 @@ def load_file(
     """
     checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     stored = checkpoint.pop("state_dict")
+    if optimizers and "optimizer_states" not in checkpoint:
+        raise ValueError(_WEIGHTS_ALONE)
     if strict:
         _check_names(path, set(weights), set(stored))
-    for name in weights.keys() & stored.keys():
-        if weights[name].shape != stored[name].shape:
-            raise ValueError(
-                f"{path} does not fit the model: {name} has shape {list(stored[name].shape)} there, but the model "
-                f"needs {list(weights[name].shape)}."
-            )
+    _check_shapes(path, weights, {name: tensor.shape for name, tensor in stored.items()})
     with torch.no_grad():
         for name in weights.keys() & stored.keys():
             _local(weights[name]).copy_(_part_of(stored[name], weights[name]))
@@ -241,6 +252,13 @@ def _load_numbered_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     if sizes != saved_sizes:
         raise ValueError(f"The checkpoint's optimizer has groups of {saved_sizes} parameters, but this one of {sizes}.")
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        there, here = set(saved_group) - set(group), set(group) - set(saved_group) - {"moments"}
+        if there - {"initial_lr"} and here:  # files do not name the class, but each has options of its own
+            raise ValueError(
+                f"The checkpoint's optimizer has {', '.join(sorted(there))}, but this {type(optimizer).__name__} has "
+                f"{', '.join(sorted(here))} instead; a run keeps its optimizer."
+            )
+        group.update({key: value for key, value in saved_group.items() if key != "params"})
         for number, parameter in zip(saved_group["params"], group["params"], strict=True):
             for key, value in saved["state"].get(number, {}).items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
@@ -283,10 +301,7 @@ def _make_optimizer_state(
 ) -> dict[str, Tensor]:
     """Makes empty optimizer states as the directory has them; returns them by name, to be filled."""
     if not plain:
-        raise ValueError(
-            "The checkpoint holds weights alone, from which training cannot go on; give one with the optimizer as "
-            "ckpt_path, or begin a run of its own with load_from_checkpoint."
-        )
+        raise ValueError(_WEIGHTS_ALONE)
     saved_class, groups = plain.get("class"), plain.get("groups", [])
     if saved_class not in (None, type(optimizer).__name__) or len(groups) != len(optimizer.param_groups):
         raise ValueError(

@@ -4,7 +4,7 @@ Every process takes part in every forward pass, as experts of one serve the toke
 left goes on with one that counts for nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -58,6 +58,46 @@ class EqualBatches:
         return largest.tolist()
 
 
+class BeforePrefetched:
+    """A loader without a length whose saved position is the one before a batch that has been read ahead.
+
+    Lightning reads one batch ahead where it does not know how many there are: that one has not been trained on.
+
+    Args:
+        loader: A loader with ``state_dict``.
+        reads_ahead: Tells whether a batch that is read waits until the next one is.
+    """
+
+    def __init__(self, loader: Any, reads_ahead: Callable[[], bool]) -> None:
+        self.loader = loader
+        self.reads_ahead = reads_ahead
+        self._position: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        while True:
+            self._position = self.loader.state_dict() if self.reads_ahead() else None
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's state after the last batch that has been trained on."""
+        return self.loader.state_dict() if self._position is None else self._position
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Gives the loader a state."""
+        self._position = None
+        self.loader.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
 class StatefulEqualBatches(EqualBatches):
     """The same, around a loader that saves its position."""
 
@@ -73,10 +113,11 @@ class StatefulEqualBatches(EqualBatches):
         Raises:
             ValueError: The checkpoint is of another number of processes.
         """
+        loader = self.loader.loader if isinstance(self.loader, BeforePrefetched) else self.loader
         states, processes = state_dict.get("of_ranks", [state_dict]), dist.get_world_size(self.group)
         if len(states) != processes:
             raise ValueError(
-                f"The checkpoint holds the positions of {type(self.loader).__name__} on {len(states)} processes, but "
+                f"The checkpoint holds the positions of {type(loader).__name__} on {len(states)} processes, but "
                 f"now there are {processes}; go on with {len(states)}, or with a loader that saves no position."
             )
         self.loader.load_state_dict(states[dist.get_rank(self.group)])
@@ -91,8 +132,21 @@ def equal_batches(loader: Any, group: dist.ProcessGroup | None) -> Any:
     """
     if getattr(loader, "equal_on_all_ranks", False):
         return loader
-    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    return (StatefulEqualBatches if stateful else EqualBatches)(loader, group)
+    return (StatefulEqualBatches if _is_stateful(loader) else EqualBatches)(loader, group)
+
+
+def before_prefetched(loader: Any, reads_ahead: Callable[[], bool]) -> Any:
+    """Wraps a loader that saves its position and has no length.
+
+    Args:
+        loader: The loader of this process.
+        reads_ahead: Tells whether a batch that is read waits until the next one is.
+    """
+    return BeforePrefetched(loader, reads_ahead) if _is_stateful(loader) and _length(loader)[1] else loader
+
+
+def _is_stateful(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def _length(loader: Any) -> tuple[int, int]:
@@ -125,6 +179,8 @@ def _filled_up(batch: Any, rows: int, columns: int) -> Any:
         if isinstance(value, Tensor) and value.shape == here:
             padding = (0, columns - here[1], 0, rows - here[0])
             filled[name] = F.pad(value, padding, value=fillers.get(name, 0))
+            if name == "document_ids":  # the same document goes on: else the label of its last token would be dropped
+                filled[name][: here[0], here[1] :] = value[:, -1:]
         elif isinstance(value, Tensor) and value.shape == here[1:]:
             filled[name] = F.pad(value, (0, columns - here[1]))  # positions of all rows
     return filled

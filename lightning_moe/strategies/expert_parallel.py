@@ -25,7 +25,7 @@ from lightning_moe.precision.casting import cast_on_use, keep_gradients_lowered
 from lightning_moe.precision.plugin import MoEPrecision, tokens_of_forward
 from lightning_moe.strategies.checkpointing import load_directory, load_file, save_directory
 from lightning_moe.strategies.dispatchers import DispatcherCallable, DispatcherName, distribute_experts
-from lightning_moe.strategies.equal_batches import equal_batches
+from lightning_moe.strategies.equal_batches import before_prefetched, equal_batches
 from lightning_moe.strategies.gathering import forget_gradients, release_gathered, sharded_modules
 from lightning_moe.strategies.launching import check_launch
 from lightning_moe.strategies.lost_ranks import report_lost_ranks
@@ -167,6 +167,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Makes loaders give all processes equally many batches, of one shape."""
+        dataloader = before_prefetched(dataloader, self._has_read_ahead)
         if self.layout.world_size == 1:
             return dataloader
         if self._host_group is None and dist.get_backend() != "gloo":
@@ -343,6 +344,11 @@ class ExpertParallelStrategy(ModelParallelStrategy):
                 dispatcher.close()
         finally:
             super().teardown()
+
+    def _has_read_ahead(self) -> bool:
+        assert self.lightning_module is not None
+        fetcher = self.lightning_module.trainer.fit_loop._data_fetcher
+        return fetcher is not None and fetcher.length is None
 
     def _named_optimizers(self) -> list[tuple[nn.Module, Optimizer]]:
         assert self.lightning_module is not None

@@ -84,4 +84,4 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+    return partial(checkpoint, function, use_reentrant=False)  # with the random state, for models with dropout

@@ -84,7 +84,7 @@ def _shard_moe_layer(
         _mark_as_slices(experts, mesh)
     shards = mesh.expert_shards
     # With fewer experts here than processes, each expert is sharded instead, where FSDP2 can: in equal parts.
-    equal = all(parameter.shape[1] % shards.size(-1) == 0 for parameter in experts.parameters())
+    equal = all(p.ndim > 1 and p.shape[1] % shards.size(-1) == 0 for p in experts.parameters())
     dim = 1 if experts.num_experts < shards.size(-1) and equal else 0
     _fully_shard(experts, shards, policy, reshard_after_forward, shard_dim=dim)
     # The gate is gathered in its own dtype: float32 whatever the compute dtype is. It is small enough to be kept.

@@ -42,7 +42,7 @@ def _fit(press: _PressCtrlC, run: Path, *more: str) -> None:
     cli.trainer.fit(cli.model, cli.datamodule)
 
 
-@pytest.mark.parametrize(("batch_idx", "step"), [(1, 1), (4, 2), (5, 3)])
+@pytest.mark.parametrize(("batch_idx", "step"), [(1, 1), (4, 3), (5, 3)])
 def test_saves_after_the_whole_step(tmp_path: Path, batch_idx: int, step: int) -> None:
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(TrainingInterrupted, match=str(EXIT_STATUS)) as stopped:

@@ -43,7 +43,7 @@ def test_one_process_saves_after_the_whole_step(tmp_path: Path) -> None:
     with pytest.raises(TrainingInterrupted) as stopped:
         _steps(tmp_path, Preemption(), step=2)
     assert stopped.value.code == 143
-    assert torch.load(tmp_path / "checkpoints" / INTERRUPTED, weights_only=True)["global_step"] == 2
+    assert torch.load(tmp_path / "checkpoints" / INTERRUPTED, weights_only=True)["global_step"] == 3
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
@@ -107,10 +107,10 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# A signal at the start of step 3: sent to the others before it, and known to all after it
+# A signal in the first micro-batch of step 3: sent to the others after the step, and known to all after the next
 @pytest.mark.parametrize(
     ("case", "status", "step"),
-    [("term", 143, 3), ("term_first", 143, 3), ("ctrl_c", 130, 3), ("validation", 143, 2), ("within", 143, 4)],
+    [("term", 143, 4), ("term_first", 143, 4), ("ctrl_c", 130, 4), ("validation", 143, 2), ("within", 143, 4)],
 )
 def test_a_signal_to_one_process_ends_all_with_a_checkpoint(
     two_processes: Path, case: str, status: int, step: int

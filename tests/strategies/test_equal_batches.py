@@ -113,3 +113,10 @@ def test_what_is_missing_counts_for_nothing() -> None:
     assert (nothing["labels"] == -100).all()
     assert not nothing["valid"].any()
     assert _filled_up(whole, 2, 8) is whole
+
+
+def test_added_tokens_are_of_the_last_document() -> None:
+    ids = torch.tensor([[0, 0, 1, 1], [0, 1, 2, 3]])
+    filled = _filled_up({"input_ids": torch.ones(2, 4, dtype=torch.int64), "document_ids": ids}, 3, 6)
+    assert filled["document_ids"].tolist() == [[0, 0, 1, 1, 1, 1], [0, 1, 2, 3, 3, 3], [0] * 6]
+    assert filled["valid"].int().tolist() == [[1, 1, 1, 1, 0, 0]] * 2 + [[0] * 6]

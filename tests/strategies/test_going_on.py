@@ -3,6 +3,8 @@
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -236,8 +238,9 @@ class Position:
 
 def read_on(folder: Path, world_size: int, steps: int, ckpt_path: Path | None) -> None:
     loader = Position()
+    limit = {} if world_size == 1 else {"limit_train_batches": 100}  # with one Lightning reads no batch ahead
     trainer = make_trainer(
-        devices=world_size, strategy=ExpertParallelStrategy(), max_steps=steps, max_epochs=-1, limit_train_batches=100
+        devices=world_size, strategy=ExpertParallelStrategy(), max_steps=steps, max_epochs=-1, **limit
     )
     trainer.fit(DeepSeekV3(CONFIG, sgd), loader, ckpt_path=ckpt_path)
     torch.save(loader.read, folder / f"read_{processes.rank()}_to_{steps}.pt")
@@ -245,14 +248,87 @@ def read_on(folder: Path, world_size: int, steps: int, ckpt_path: Path | None) -
 
 
 def test_each_process_goes_on_where_its_own_loader_was(tmp_path: Path) -> None:
-    processes.run(2, read_on, tmp_path, 2, 2, None)
-    processes.run(2, read_on, tmp_path, 2, 4, tmp_path / "2.ckpt")
-    for rank in (0, 1):
-        first, then = (torch.load(tmp_path / f"read_{rank}_to_{steps}.pt") for steps in (2, 4))
-        assert first[:2] == [100 * rank, 100 * rank + 1]
-        assert then[0] == first[-1] + 1
+    for world_size in (1, 2):
+        processes.run(world_size, read_on, tmp_path, world_size, 2, None)
+        processes.run(world_size, read_on, tmp_path, world_size, 4, tmp_path / "2.ckpt")
+        for rank in range(world_size):
+            first, then = (torch.load(tmp_path / f"read_{rank}_to_{steps}.pt") for steps in (2, 4))
+            assert first[:2] == [100 * rank, 100 * rank + 1]
+            assert then[0] == 100 * rank + 2
     with pytest.raises(Exception, match=r"positions of Position on 2 processes, but\s+now there are 3; go on with 2"):
         processes.run(3, read_on, tmp_path, 3, 6, tmp_path / "4.ckpt")
+
+
+class Trained(DeepSeekV3):
+    """Knows the batches that it has trained on, by their first token."""
+
+    seen: list[int]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.seen.append(int(batch["input_ids"].sum()))
+        return super().training_step(batch, batch_idx)
+
+
+class SignalAtSecondStep(Callback):
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def trained_batches(steps: int, folder: Path, callbacks: list[Callback], ckpt_path: Path | None = None) -> list[int]:
+    module = Trained(CONFIG, sgd)
+    module.seen = []
+    trainer = make_trainer(
+        strategy=ExpertParallelStrategy(),
+        max_steps=steps,
+        max_epochs=-1,
+        limit_train_batches=100,
+        callbacks=callbacks,
+        default_root_dir=folder,
+    )
+    with suppress(TrainingInterrupted):
+        trainer.fit(module, Position(), ckpt_path=ckpt_path)
+    return module.seen
+
+
+def test_a_signal_loses_no_batch_of_a_loader_that_saves_its_position(tmp_path: Path) -> None:
+    straight = trained_batches(6, tmp_path / "straight", [])
+    first = trained_batches(6, tmp_path, [Preemption(), SignalAtSecondStep()])
+    then = trained_batches(6, tmp_path, [Preemption()], tmp_path / "checkpoints" / INTERRUPTED)
+    assert 0 < len(first) < 6
+    assert first + then == straight
+
+
+class OldFashioned(DeepSeekV3):
+    """With a scheduler that goes on from the learning rate of now."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), "interval": "step"}]
+
+
+def test_schedulers_go_on_from_a_file_of_another_strategy(tmp_path: Path) -> None:
+    fit(OldFashioned(CONFIG, sgd), 3, strategy="auto").save_checkpoint(tmp_path / "3.ckpt")
+    resumed = LearningRates()
+    fit(OldFashioned(CONFIG, sgd), 6, tmp_path / "3.ckpt", callbacks=[resumed])
+    assert resumed.seen == [0.0625, 0.03125, 0.015625]
+
+
+def test_files_that_training_cannot_go_on_from(tmp_path: Path) -> None:
+    trainer = fit(DeepSeekV3(CONFIG, lambda params: torch.optim.AdamW(params)), strategy="auto")
+    trainer.save_checkpoint(tmp_path / "adamw.ckpt")
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    with pytest.raises(ValueError, match="optimizer has .*betas.*, but this SGD has .*momentum.* instead"):
+        fit(DeepSeekV3(CONFIG, sgd), ckpt_path=tmp_path / "adamw.ckpt")
+    with pytest.raises(ValueError, match="holds weights alone, from which training cannot go on"):
+        fit(DeepSeekV3(CONFIG, adamw), ckpt_path=tmp_path / "weights.ckpt")
+
+
+def test_a_directory_of_another_size_is_named(tmp_path: Path) -> None:
+    fit(DeepSeekV3(CONFIG, adamw)).save_checkpoint(tmp_path / "small")
+    larger = DeepSeekV3(replace(CONFIG, vocab_size=128), adamw)
+    with pytest.raises(ValueError, match=r"has shape \[64, 32\] there, but the model needs \[128, 32\]"):
+        fit(larger, ckpt_path=tmp_path / "small")
 
 
 class StopInWindow(Callback):

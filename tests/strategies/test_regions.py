@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_moe.models.deepseek_v3 import DeepSeekV3Model
 from lightning_moe.moe.router import Router, RoutingPlan
-from lightning_moe.strategies.regions import ActivationCheckpointing, apply_to_regions
+from lightning_moe.strategies.regions import ActivationCheckpointing, _recomputed, apply_to_regions
 from tests.models.test_module import CONFIG, SEQUENCE
 from tests.strategies import processes
 from tests.strategies.training import train
@@ -112,6 +112,26 @@ def test_compiled_regions_have_no_breaks_and_do_not_recompile(tmp_path: Any) -> 
     assert [breaks for _, breaks in seen] == [0] * 50
     assert graphs[3:] == [graphs[3]] * 47  # routed rows change in each step
     assert norms[:5] == pytest.approx(torch.load(tmp_path / "eager.pt")[:5], rel=1e-4)
+
+
+class Drops(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(64, dtype=torch.float64))
+
+    def attend(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(x * self.weight, 0.5)
+
+
+def test_dropout_is_the_same_in_backward() -> None:
+    block = Drops()
+    recomputed = _recomputed(block.attend)
+    x = torch.rand(8, 64, dtype=torch.float64)
+    out = recomputed(x)
+    torch.rand(3)  # what follows draws too
+    out.sum().backward()
+    assert block.weight.grad is not None
+    torch.testing.assert_close(block.weight.grad, out.detach().sum(0), rtol=0, atol=1e-14)  # its weights are 1
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
