@@ -138,6 +138,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     @override
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        previous, self._newest = self._newest, ""
         present = self.monitor is None or self.monitor in monitor_candidates
         stale = self._ranks_validations and self._validated_step != trainer.global_step
         missing = not present and trainer.fit_loop.epoch_loop.val_loop._has_run  # an error of Lightning's names it
@@ -145,7 +146,6 @@ class RunCheckpoint(ModelCheckpoint):
             super()._save_topk_checkpoint(trainer, monitor_candidates)
         if self.save_top_k == 0:
             return
-        previous, self._newest = self._newest, ""
         if self._last_global_step_saved != trainer.global_step:
             self._newest = self.format_checkpoint_name(monitor_candidates)
             self._save_checkpoint(trainer, self._newest)
@@ -202,7 +202,8 @@ class RunCheckpoint(ModelCheckpoint):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._newest = state_dict.get("newest", "")
+        newest = state_dict.get("newest", "")
+        self._newest = newest if os.path.exists(newest) else ""
         # Checkpoints that were removed by hand would count as kept
         self.best_k_models = {path: score for path, score in self.best_k_models.items() if os.path.exists(path)}
         if self.kth_best_model_path not in self.best_k_models:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class BatchPlan:
     Args:
         global_batch_size: Sequences per optimizer step, or steps ``{from this token: sequences}`` that start at 0.
         sequence_length: Tokens that one sample counts for.
-        first_step: Optimizer step at which the plan begins: 0, or the step of a checkpoint made under another plan.
+        first_step: Optimizer step at which the plan begins: 0, or the step of a checkpoint or of an earlier fit that
+            had another plan.
         first_sample: Samples consumed before ``first_step``.
 
     Raises:
@@ -116,11 +118,12 @@ def batch_size_steps(global_batch_size: int | Mapping[float, int]) -> list[tuple
     given = global_batch_size if isinstance(global_batch_size, Mapping) else {0: global_batch_size}
     steps = []
     for token, size in given.items():
-        if int(size) != size or size < 1:
+        if not isfinite(float(size)) or int(size) != size or size < 1:
             raise ValueError(f"data.global_batch_size: {size!r} is not a positive number of sequences, such as 16")
-        if float(token) < 0:
+        if not isfinite(float(token)) or float(token) < 0:
             raise ValueError(
-                f"data.global_batch_size: token {token!r} is negative; steps are {{from this token: size}}"
+                f"data.global_batch_size: token {token!r} is negative or not finite; steps are"
+                " {from this token: size}, such as {0: 16, 1e6: 32}"
             )
         steps.append((int(float(token)), int(size)))
     steps.sort()

@@ -1,11 +1,13 @@
 """TokenDataModule: batches of a token store in the global order, the batch size of every step, and exact resume."""
 
 import os
+from math import isfinite
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from lightning.pytorch import LightningDataModule
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, Timer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_moe.data.batch_plan import BatchPlan, Phase, batch_size_steps
@@ -27,6 +29,8 @@ _TRAINER_SETTINGS = (
 )
 # the length of a run that only a time limit ends
 _UNLIMITED_STEPS = 10**9
+# tokens that the fits of a trainer have read: its step goes on in the next fit, which may have another data module
+_tokens_read: WeakKeyDictionary[Trainer, int] = WeakKeyDictionary()
 
 
 class TokenDataModule(LightningDataModule):
@@ -75,8 +79,10 @@ class TokenDataModule(LightningDataModule):
                 raise ValueError(f"data.{name}={value} must be at least 1")
         if num_workers < 0:
             raise ValueError(f"data.num_workers={num_workers} must be at least 0")
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"data.max_tokens={max_tokens} must be at least 1, such as 1e6")
+        if max_tokens is not None and (not isfinite(max_tokens) or max_tokens < 1):
+            raise ValueError(
+                f"data.max_tokens={max_tokens} must be finite and at least 1, such as 1e6; leave it out for no limit"
+            )
         self.path = path
         self.sequence_length = sequence_length
         self.micro_batch_size = micro_batch_size
@@ -193,7 +199,8 @@ class TokenDataModule(LightningDataModule):
             self._given = {name: getattr(trainer, name) for name in _TRAINER_SETTINGS}
             self._given |= {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}
         self._resumed, self._resumed_step = None, 0
-        self._plan = BatchPlan(self.global_batch_size, self.sequence_length)
+        read = _tokens_read.get(trainer, 0) // self.sequence_length
+        self._plan = BatchPlan(self.global_batch_size, self.sequence_length, trainer.global_step, read)
         self._check_trainer(trainer, self._given)
         self._check_batch_sizes(self._given["accumulate_grad_batches"])
         self._set_limits(trainer)
@@ -203,7 +210,8 @@ class TokenDataModule(LightningDataModule):
             trainer.limit_val_batches = 0  # Lightning warns of loaders without batches
             if self.manifest.tokens["validation"]:
                 rank_zero_info(f"data.path: {self._no_validation()}; nothing is validated")
-        if isinstance(trainer.val_check_interval, int):
+        # a Trainer that validates by time has no such attribute
+        if isinstance(getattr(trainer, "val_check_interval", None), int):
             # counted over the whole training: how long a phase is does not matter
             trainer.check_val_every_n_epoch = None
         # one epoch for each phase, with a loader of its own
@@ -212,7 +220,7 @@ class TokenDataModule(LightningDataModule):
 
     def train_dataloader(self) -> TrainLoader:
         """Returns the loader of the phase that the next optimizer step belongs to, and sets the accumulation for it."""
-        phase = self._phase_of_next_step()
+        phase = self._phase_of(self._next_step())
         accumulation = phase.batch_size // (self.micro_batch_size * self._ranks[1])
         if self.trainer is not None:
             self.trainer.accumulate_grad_batches = accumulation
@@ -237,6 +245,7 @@ class TokenDataModule(LightningDataModule):
         """Gives the trainer its own limits back, so that it can fit again with other data."""
         if stage == "fit" and self._given is not None and self.trainer is not None:
             trainer: Any = self.trainer
+            _tokens_read[trainer] = self._plan.samples_before(trainer.global_step) * self.sequence_length
             trainer.fit_loop.epoch_loop.max_steps = self._given["max_steps"]
             trainer.fit_loop.max_epochs = self._given["max_epochs"]
             for name in _TRAINER_SETTINGS:
@@ -284,14 +293,16 @@ class TokenDataModule(LightningDataModule):
             Where Lightning's loops stand.
         """
         assert self.trainer is not None
+        # the checkpoint's position replaces that of an earlier fit of this trainer
+        self._plan = BatchPlan(self.global_batch_size, self.sequence_length)
         if self._resumed is not None and self._resumed.get("step") == step:
             consumed = int(self._resumed["samples_consumed"])
             if consumed != self._plan.samples_before(step):
                 # the batch size was another one: what was read stays read, the new plan holds from here
                 self._plan = BatchPlan(self.global_batch_size, self.sequence_length, step, consumed)
-                self._set_limits(self.trainer)
+        self._set_limits(self.trainer)
         self._resumed_step = step
-        phase = self._phase_of_next_step()
+        phase = self._phase_of(step)
         samples = self.micro_batch_size * self._ranks[1]
         earlier = self._plan.first_step * self.accumulation_at(self._plan.first_step)
         return LoopPosition(
@@ -305,11 +316,10 @@ class TokenDataModule(LightningDataModule):
         # while a checkpoint is restored, the trainer does not know its step yet
         return self._resumed_step if self.trainer is None else max(self.trainer.global_step, self._resumed_step)
 
-    def _phase_of_next_step(self) -> Phase:
-        """The phase of the next step, cut at the end of training; at that end, the last phase."""
+    def _phase_of(self, step: int) -> Phase:
+        """The phase of a step, cut at the end of training; at that end, the last phase."""
         end = self.total_steps()
-        step = self._next_step() if end is None else max(0, min(self._next_step(), end - 1))
-        phase = self._plan.phase_at(step)
+        phase = self._plan.phase_at(step if end is None else max(0, min(step, end - 1)))
         ends = [value for value in (phase.last_step, end) if value is not None]
         last = max(min(ends), phase.first_step + 1) if ends else _UNLIMITED_STEPS
         return Phase(phase.first_step, last, phase.first_sample, phase.batch_size)
@@ -383,6 +393,20 @@ class TokenDataModule(LightningDataModule):
                 f"trainer.limit_train_batches={limit} does not go with TokenDataModule; to train less, set"
                 " data.max_tokens or trainer.max_steps"
             )
+        seconds = trainer._val_check_time_interval
+        if seconds is not None and trainer.world_size > 1:
+            raise ValueError(
+                f"trainer.val_check_interval of {seconds:g} seconds does not go with {trainer.world_size} processes:"
+                " each would validate by its own clock, and wait for the others;\ngive a number of micro-batches, such"
+                " as 1000"
+            )
+        for callback in trainer.callbacks:
+            if isinstance(callback, GradientAccumulationScheduler):
+                raise ValueError(
+                    f"trainer.callbacks: GradientAccumulationScheduler({callback.scheduling}) does not go with"
+                    " TokenDataModule, which sets how many batches make one step;\nto change that in training, set"
+                    " data.global_batch_size: {from this token: sequences}, such as {0: 16, 1e6: 32}"
+                )
 
     def _check_batch_sizes(self, accumulation: int) -> None:
         micro, ranks = self.micro_batch_size, self._ranks[1]

@@ -56,12 +56,13 @@ class Part:
     first_row: int = 0
 
 
-def find_sources(inputs: list[str], pattern: str = "*") -> list[Source]:
+def find_sources(inputs: list[str], pattern: str = "*", output: Path | None = None) -> list[Source]:
     """Lists the input files in a fixed order.
 
     Args:
         inputs: Files and folders; folders are searched with everything below them, hidden files excluded.
         pattern: Shell pattern that a file's name must match inside folders, for example ``*.md``.
+        output: Folder that is written to; where it lies inside an input folder, what is in it is left out.
 
     Raises:
         ValueError: A path that does not exist, a compressed file, or no file at all.
@@ -70,10 +71,13 @@ def find_sources(inputs: list[str], pattern: str = "*") -> list[Source]:
     for given in inputs:
         root = Path(given).expanduser()
         if root.is_dir():
+            written = _place_inside(root, output)
             for path in sorted(root.rglob("*")):
                 relative = path.relative_to(root)
                 hidden = any(part.startswith(".") for part in relative.parts)
-                if not hidden and fnmatch(path.name, pattern) and path.is_file():
+                if hidden or (written is not None and relative.is_relative_to(written)):
+                    continue
+                if fnmatch(path.name, pattern) and path.is_file():
                     sources.append(Source(str(path), relative.as_posix(), path.stat().st_size))
         elif root.is_file():
             sources.append(Source(str(root), root.name, root.stat().st_size))
@@ -92,6 +96,13 @@ def find_sources(inputs: list[str], pattern: str = "*") -> list[Source]:
             + ": there are no files, or all are empty"
         )
     return sources
+
+
+def _place_inside(root: Path, output: Path | None) -> Path | None:
+    """The path of the output relative to an input folder, or None where it does not lie inside."""
+    if output is None or root.resolve() not in output.resolve().parents:
+        return None
+    return output.resolve().relative_to(root.resolve())
 
 
 def split_into_parts(source: Source, part_bytes: int, text_field: str) -> list[Part]:

@@ -138,7 +138,7 @@ class ValidationLoader:
     """A split in store order, every sample once, the last batch smaller.
 
     All data ranks yield the same number of batches. A rank that has no sample left for the last one yields a sample
-    whose labels are all -100, which counts for nothing.
+    whose labels are all -100 and that is not ``valid``: it is neither routed nor counted.
 
     Args:
         dataset: Reads batches by positions in the store.
@@ -173,4 +173,5 @@ class ValidationLoader:
         for start, batch in zip(starts, _data_loader(self.dataset, batches, self.num_workers), strict=True):
             if start >= total:
                 batch["labels"] = torch.full_like(batch["labels"], IGNORE_INDEX)  # may share memory with input_ids
+                batch["valid"] = torch.zeros_like(batch["labels"], dtype=torch.bool)
             yield batch

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from lightning_moe.data.datamodule import TokenDataModule
 
 
+# what the state of a TokenDataModule always has
+_POSITION_FIELDS = {"step", "samples_consumed", "store", "tokenizer", "seed", "sequence_length"}
+
+
 @dataclass(frozen=True)
 class LoopPosition:
     """Where training stands between two optimizer steps.
@@ -76,6 +80,11 @@ class FollowDataPosition(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if not trainer.training and trainer.state.fn != "fit":
             return
+        # Lightning finds a data module's state by the name of its class, which may have been another one
+        if type(self.datamodule).__qualname__ not in checkpoint:
+            for state in checkpoint.values():
+                if isinstance(state, dict) and state.keys() >= _POSITION_FIELDS:
+                    self.datamodule.load_state_dict(state)
         self._position = self.datamodule.resume_at(int(checkpoint["global_step"]))
         rewrite_loop_state(checkpoint["loops"]["fit_loop"], self._position)
         # a loader made before (`trainer.estimated_stepping_batches` does that) may belong to another phase

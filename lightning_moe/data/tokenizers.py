@@ -45,6 +45,9 @@ class DocumentTokenizer:
     def __post_init__(self) -> None:
         # text that happens to contain "<bos>" must not become the bos id: ids of documents are read from it
         self.tokenizer.encode_special_tokens = True
+        # a tokenizer.json may carry the lengths of a model's inputs, which would cut or pad documents
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
 
     @property
     def vocab_size(self) -> int:
@@ -155,6 +158,10 @@ def _load_file(path: Path, name: str, bos_token: str | None, eos_token: str | No
     named = _tokens_of_config(path.with_name("tokenizer_config.json"))
     bos_id = _special_id(tokenizer, name, "bos_token", bos_token, named.get("bos_token"), _KNOWN_BOS)
     eos_id = _special_id(tokenizer, name, "eos_token", eos_token, named.get("eos_token"), _KNOWN_EOS)
+    # only a token flagged special stays text where a document spells it
+    added = tokenizer.get_added_tokens_decoder()
+    plain = [added[identifier] for identifier in {bos_id, eos_id} & added.keys() if not added[identifier].special]
+    tokenizer.add_special_tokens(plain)
     return DocumentTokenizer(tokenizer, name, bos_id, eos_id)
 
 

@@ -98,8 +98,8 @@ def prepare(
     if training_characters < 1:
         raise ValueError(f"training_characters={training_characters} must be at least 1, such as 100000000")
     loaded = None if parse_bpe_name(tokenizer) else load_tokenizer(tokenizer, bos_token, eos_token)
-    sources = find_sources(inputs, pattern)
     folder = Path(output).expanduser()
+    sources = find_sources(inputs, pattern, folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output: {output} is a file; give a folder")
     request = {

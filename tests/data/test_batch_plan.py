@@ -1,3 +1,4 @@
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -55,7 +56,12 @@ def test_continues_from_another_plan() -> None:
         (2.5, "not a positive number"),
         ({100: 4}, "begin with token 0"),
         ({}, "begin with token 0"),
-        ({0: 4, -5: 3}, "negative"),
+        ({0: 4, -5: 3}, "token -5 is negative or not finite"),
+        ({0: 4, inf: 3}, r"global_batch_size: token inf is negative or not finite; .*such as \{0: 16, 1e6: 32\}"),
+        ({0: 4, nan: 3}, "global_batch_size: token nan is negative or not finite"),
+        (inf, "global_batch_size: inf is not a positive number of sequences, such as 16"),
+        ({0: 4, 100: nan}, "global_batch_size: nan is not a positive number"),
+        ("16", "global_batch_size: '16' is not a positive number"),
     ],
 )
 def test_bad_sizes(size: Any, message: str) -> None:

@@ -1,4 +1,6 @@
+import math
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -6,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_moe.data.datamodule import TokenDataModule
@@ -71,6 +73,12 @@ def test_max_epochs_without_other_limits_means_passes(store: Path, tmp_path: Pat
     number = len(TokenBlocks(store, "train", SEQUENCE))
     module = fit(tmp_path, data(store, micro_batch_size=16, global_batch_size=16), max_epochs=2)
     assert module.global_step == -(-2 * number // 16)
+
+
+@pytest.mark.parametrize("max_tokens", [0, -1e6, math.inf, math.nan])
+def test_max_tokens_are_a_finite_number(store: Path, max_tokens: float) -> None:
+    with pytest.raises(ValueError, match=rf"data\.max_tokens={max_tokens} must be finite and at least 1, such as 1e6"):
+        data(store, max_tokens=max_tokens)
 
 
 def test_without_any_limit_is_an_error(store: Path, tmp_path: Path) -> None:
@@ -293,6 +301,18 @@ def test_validation_interval_counts_over_all_phases(store: Path, tmp_path: Path)
     assert fit(tmp_path, data(store, max_tokens=128), val_check_interval=100).validated_at == []
 
 
+def test_validates_by_time_in_one_process(store: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"global_batch_size": {0: 4, 300: 6}, "max_tokens": 385}
+    # no time at all is over after each micro-batch
+    module = fit(tmp_path, data(store, **settings), val_check_interval=timedelta(0), limit_val_batches=1)
+    assert module.validated_at == [0, 1, 1, 2, 2, 3, 3, 3, 4]
+    assert fit(tmp_path, data(store, **settings), val_check_interval="00:00:15:00").validated_at == []
+    trainer: Any = make_trainer(tmp_path, val_check_interval="00:00:15:00")
+    trainer.strategy.world_size = 2
+    with pytest.raises(ValueError, match=r"val_check_interval of 900 seconds does not go with 2 processes"):
+        trainer.fit(Recorder(), datamodule=data(store, **settings))
+
+
 def test_validates_at_the_same_steps_after_a_resume(store: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"val_check_interval": 4, "check_val_every_n_epoch": None, "limit_val_batches": 1}
     whole = fit(tmp_path, data(store, max_tokens=1280), **settings)
@@ -315,6 +335,27 @@ def test_a_resumed_run_keeps_its_data(store: Path, tmp_path: Path, changed: dict
         fit(tmp_path, data(store, max_tokens=2000, **changed), ckpt_path=checkpoint)
 
 
+class Renamed(TokenDataModule):
+    """The same under another name, by which Lightning saves its state."""
+
+
+@pytest.mark.parametrize(("before", "after"), [(TokenDataModule, Renamed), (Renamed, TokenDataModule)])
+def test_resumes_through_another_class(
+    store: Path, tmp_path: Path, before: type[TokenDataModule], after: type[TokenDataModule]
+) -> None:
+    def of(cls: type[TokenDataModule], **settings: Any) -> TokenDataModule:
+        defaults = {"sequence_length": SEQUENCE, "micro_batch_size": 2, "global_batch_size": 4, "seed": 7}
+        return cls(str(store), **{**defaults, **settings})
+
+    trainer = make_trainer(tmp_path, max_steps=3)
+    trainer.fit(Recorder(), datamodule=of(before))
+    trainer.save_checkpoint(tmp_path / "step3.ckpt")
+    module = fit(tmp_path, of(after, global_batch_size=8), ckpt_path=tmp_path / "step3.ckpt", max_steps=5)
+    assert module.samples == expected_samples(store, 28)[12:]
+    with pytest.raises(ValueError, match="seed 7, this run has 8"):
+        fit(tmp_path, of(after, seed=8), ckpt_path=tmp_path / "step3.ckpt", max_steps=5)
+
+
 def test_accumulation_that_contradicts_is_an_error(store: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"accumulate_grad_batches=3 contradicts(?s:.)*set it to 2"):
         fit(tmp_path, data(store, max_tokens=640), accumulate_grad_batches=3)
@@ -334,6 +375,14 @@ def test_settings_that_cut_the_data_are_refused(store: Path, tmp_path: Path, set
         fit(tmp_path, data(store, max_tokens=640), **setting)
 
 
+def test_a_callback_that_sets_the_accumulation_is_refused(store: Path, tmp_path: Path) -> None:
+    message = (
+        r"GradientAccumulationScheduler\(\{2: 4, 0: 1\}\)(?s:.)*data\.global_batch_size: \{from this token: sequences\}"
+    )
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, data(store, max_tokens=640), callbacks=[GradientAccumulationScheduler({2: 4})])
+
+
 def test_fast_dev_run_runs_whole_optimizer_steps(store: Path, tmp_path: Path) -> None:
     module = fit(tmp_path, data(store, max_tokens=1e6), fast_dev_run=2)
     assert module.windows == [2, 2]
@@ -346,6 +395,61 @@ def test_trainer_can_fit_again_with_other_data(store: Path, tmp_path: Path) -> N
     assert (trainer.max_steps, trainer.accumulate_grad_batches) == (-1, 1)
     trainer.fit(module, datamodule=data(store, global_batch_size=4, max_tokens=1280))
     assert module.samples == expected_samples(store, 40)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "windows"),
+    # 640 tokens were read; 1920 take 40 samples more, the larger batch of the second case from sample 32 on
+    [(8, [4] * 5), ({0: 4, 1000: 8}, [2] * 3 + [4] * 4)],
+)
+def test_a_second_fit_goes_on_after_the_samples_of_the_first(
+    store: Path, tmp_path: Path, sizes: Any, windows: list[int]
+) -> None:
+    trainer, module = make_trainer(tmp_path), Recorder()
+    trainer.fit(module, datamodule=data(store, max_tokens=640))
+    second = data(store, global_batch_size=sizes, max_tokens=1920)
+    trainer.fit(module, datamodule=second)
+    assert module.samples == expected_samples(store, 20 + sum(windows) * 2)
+    assert module.windows == [2] * 5 + windows
+    assert second.samples_before(trainer.global_step) == 20 + sum(windows) * 2
+    trainer.save_checkpoint(tmp_path / "second.ckpt")
+    resumed = fit(tmp_path, data(store, max_tokens=2560), ckpt_path=tmp_path / "second.ckpt")
+    assert resumed.samples == expected_samples(store, 80)[len(module.samples) :]
+
+
+def test_a_second_fit_goes_on_after_a_first_that_was_stopped_inside_a_phase(store: Path, tmp_path: Path) -> None:
+    def stop(trainer: Any, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step == 3
+
+    stopper = LambdaCallback(on_train_batch_end=stop)
+    trainer: Any = make_trainer(tmp_path, callbacks=[stopper])
+    module = Recorder()
+    trainer.fit(module, datamodule=data(store, max_tokens=640))
+    assert module.windows == [2] * 3
+    trainer.callbacks.remove(stopper)
+    trainer.should_stop = False  # Lightning leaves it as it was
+    trainer.fit(module, datamodule=data(store, global_batch_size=8, max_tokens=1408))
+    assert module.windows == [2] * 3 + [4] * 4
+    assert module.samples == expected_samples(store, 12 + 32)
+
+
+def test_a_second_fit_counts_tokens_where_samples_are_longer(store: Path, tmp_path: Path) -> None:
+    trainer, module = make_trainer(tmp_path), Recorder()
+    trainer.fit(module, datamodule=data(store, max_tokens=640))
+    trainer.fit(module, datamodule=data(store, sequence_length=64, max_tokens=1280))
+    # 20 samples of 32 tokens, then 10 of 64 in steps of 4
+    assert [len(sample) for sample in module.samples] == [32] * 20 + [64] * 12
+
+
+def test_a_second_fit_may_go_back_to_a_checkpoint(store: Path, tmp_path: Path) -> None:
+    checkpoint = interrupted(store, tmp_path, 4, max_tokens=1280)
+    trainer = make_trainer(tmp_path)
+    trainer.fit(Recorder(), datamodule=data(store, max_tokens=640))
+    for sizes, windows in ((4, [2] * 8), ({0: 4, 500: 8}, [2] * 2 + [4] * 3)):
+        module = Recorder()
+        trainer.fit(module, datamodule=data(store, global_batch_size=sizes, max_tokens=1280), ckpt_path=checkpoint)
+        assert module.windows == windows
+        assert module.samples == expected_samples(store, 40)[8:]
 
 
 def test_validation_reads_the_split_in_store_order_with_the_last_partial_batch(store: Path, tmp_path: Path) -> None:

@@ -25,6 +25,23 @@ def test_folders_are_listed_in_a_fixed_order(tmp_path: Path) -> None:
     assert [source.name for source in find_sources([str(tmp_path)], "*.md")] == ["b/one.md"]
 
 
+def test_an_output_inside_a_folder_is_no_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a.txt", "out/tokenizer.json", "out/train/index.json", "outside.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    monkeypatch.chdir(tmp_path)
+
+    def names(given: str, output: Path) -> list[str]:
+        return [source.name for source in find_sources([given], output=output)]
+
+    assert names(str(tmp_path), Path("out")) == ["a.txt", "outside.txt"]
+    assert names(".", tmp_path / "out") == ["a.txt", "outside.txt"]
+    # what is named itself is read
+    assert names("out", tmp_path / "out") == ["tokenizer.json", "train/index.json"]
+    assert names("out/train", tmp_path / "out") == ["index.json"]
+    assert names("out/tokenizer.json", tmp_path / "out") == ["tokenizer.json"]
+
+
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfh\xc3\xa9\n\n")
     assert documents(tmp_path / "a.txt") == [("a.txt", "hé\n\n")]

@@ -56,6 +56,12 @@ def test_validation_counts_every_sample_once_on_any_ranks(store: Path, micro: in
     counted = [row.tolist() for batches in per_rank for batch in batches for row in batch["labels"] if row[0] != -100]
     expected = blocks.read(np.arange(len(blocks)))[:, 1:].tolist()
     assert sorted(counted) == sorted(expected)
+    for batch in (batch for batches in per_rank for batch in batches):
+        # all that is left out of the losses is left out of the routing too
+        if (batch["labels"] == -100).all():
+            assert batch["valid"].tolist() == [[False] * 32]
+        else:
+            assert set(batch) == {"input_ids", "labels"}
 
 
 def test_workers_leave_the_global_random_numbers_alone(store: Path) -> None:

@@ -1,11 +1,20 @@
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from lightning_moe.data import tokenizers
-from lightning_moe.data.tokenizers import byte_tokenizer, load_tokenizer, parse_bpe_name, split_text, train_bpe
+from lightning_moe.data.tokenizers import (
+    DocumentTokenizer,
+    byte_tokenizer,
+    load_tokenizer,
+    parse_bpe_name,
+    split_text,
+    train_bpe,
+)
 
 TEXT = ["def add(a, b):\n    return a + b\n", "the quick brown fox jumps over the lazy dog, the end\n"] * 20
 
@@ -52,12 +61,31 @@ def test_long_texts_are_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
     ]
 
 
+def test_truncation_and_padding_of_a_file_leave_documents_whole(tmp_path: Path) -> None:
+    trained = train_bpe(TEXT, 300)
+    ids = [document.tolist() for document in trained.encode(TEXT[:2])]
+    limited = Tokenizer.from_str(trained.to_json())
+    limited.enable_truncation(4)
+    limited.enable_padding(pad_id=1, pad_token="<eos>", length=64)
+    limited.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(str(tmp_path))
+    assert [document.tolist() for document in loaded.encode(TEXT[:2])] == ids
+    # what a store keeps is the tokenizer that made its tokens
+    assert loaded.to_json() == trained.to_json()
+    assert loaded.fingerprint() == trained.fingerprint()
+
+
 def test_names() -> None:
     assert parse_bpe_name("bpe:4096") == 4096
     assert parse_bpe_name("byte") is None
     for name in ("bpe", "bpe:", "bpe:12", "bpe:x"):
         with pytest.raises(ValueError, match="bpe:4096"):
             parse_bpe_name(name)
+
+
+def load_file(path: Path, content: dict[str, Any], eos: str) -> DocumentTokenizer:
+    path.write_text(json.dumps(content))
+    return load_tokenizer(str(path), "<bos>", eos)
 
 
 def test_file_names_its_special_tokens_or_asks(tmp_path: Path) -> None:
@@ -75,6 +103,26 @@ def test_file_names_its_special_tokens_or_asks(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path / "other.json"), "<C>", "<B>")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<A>"}, "eos_token": "<B>"}))
     assert load_tokenizer(str(tmp_path / "other.json")).bos_id == 0
+
+
+@pytest.mark.parametrize("eos", ["<eos>", "<bos>"])
+def test_bos_and_eos_of_a_file_that_does_not_flag_them_are_special(tmp_path: Path, eos: str) -> None:
+    content = json.loads(train_bpe(TEXT, 300).to_json())
+    expected = load_file(tmp_path / "flagged.json", content, eos)
+    for token in content["added_tokens"]:
+        token["special"] = False
+    loaded = load_file(tmp_path / "plain.json", content, eos)
+    text = "a <bos> b <eos>"
+    (ids,) = loaded.encode([text])
+    assert (loaded.bos_id, loaded.eos_id) == (expected.bos_id, expected.eos_id)
+    assert loaded.vocab_size == 300
+    assert (ids == loaded.bos_id).sum() == 1
+    assert loaded.tokenizer.decode(ids.tolist()) == text
+    if eos == "<eos>":
+        assert ids.tolist() == expected.encode([text])[0].tolist()
+        assert loaded.fingerprint() == expected.fingerprint()
+    # the store's own copy reads the same
+    assert load_file(tmp_path / "copy.json", json.loads(loaded.to_json()), eos).fingerprint() == loaded.fingerprint()
 
 
 def test_bos_that_is_also_eos_is_written_once(tmp_path: Path) -> None:

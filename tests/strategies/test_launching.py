@@ -185,9 +185,9 @@ def test_torchrun_ends_after_a_sigterm_to_one_process(tmp_path: Path, store: Pat
     status, text = _end(_start(*_torchrun(*fit(tmp_path / "run", store, *send(signum=15, rank=1, step=2)))))
     assert status == 1  # torchrun's, for any status of a process but 0
     assert "SIGTERM (rank 1): finishing this step and saving." in text
-    assert "Interrupted after step 3; saved " in text
+    assert "Interrupted after step 4; saved " in text
     assert "exitcode  : 143" in text
-    assert _step(tmp_path / "run") == 3
+    assert _step(tmp_path / "run") == 4
 
 
 def test_ctrl_c_on_torchrun(tmp_path: Path, store: Path) -> None:
@@ -202,8 +202,8 @@ def test_ctrl_c_with_lightnings_own_launcher(tmp_path: Path, store: Path) -> Non
     more = ["--trainer.devices=2", *send(signum=2, rank=1, step=2)]
     status, text = _end(_start("lightning_moe", *fit(tmp_path / "run", store, *more)))
     assert status == 130, text
-    assert "Interrupted after step 3; saved " in text
-    assert _step(tmp_path / "run") == 3
+    assert "Interrupted after step 4; saved " in text
+    assert _step(tmp_path / "run") == 4
 
 
 def test_two_nodes_end_when_a_process_is_killed_and_resume(tmp_path: Path, store: Path, whole: Path) -> None:
@@ -254,7 +254,7 @@ def test_slurm_requeues_after_its_signal_to_one_process(tmp_path: Path, store: P
     assert [status for status, _ in ended] == [138, 138], ended
     assert "requeued job 1234" in ended[0][1]
     assert (tmp_path / "requeued").read_text() == "requeue 1234\n"
-    assert _step(tmp_path / "run") == 3
+    assert _step(tmp_path / "run") == 4
 
 
 def test_a_requeued_job_goes_on_without_being_told(

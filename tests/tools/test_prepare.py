@@ -133,6 +133,27 @@ def test_continues_after_an_interruption(text: Path, tmp_path: Path, monkeypatch
     assert files(tmp_path / "store") == files(tmp_path / "whole")
 
 
+def test_continues_and_keeps_a_store_inside_its_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("outside", "texts"):
+        (tmp_path / folder).mkdir()
+        for number in range(20):
+            (tmp_path / folder / f"{number}.txt").write_text(f"document {number} " * 100)
+            os.utime(tmp_path / folder / f"{number}.txt", (0, 0))
+    whole = make(tmp_path / "outside", tmp_path / "store")
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_finish", fail)
+        with pytest.raises(KeyboardInterrupt):
+            make(tmp_path / "texts", tmp_path / "texts" / "store")
+    assert (tmp_path / "texts" / "store" / "tokenizer.json").exists()
+    manifest = make(tmp_path / "texts", tmp_path / "texts" / "store")
+    assert (manifest.fingerprint, sum(manifest.documents.values())) == (whole.fingerprint, 20)
+    assert make(tmp_path / "texts", tmp_path / "texts" / "store") == manifest
+
+
 @pytest.mark.parametrize("crash_after", [1, 3])
 def test_continues_after_a_crash_while_chunks_are_moved(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_after: int
