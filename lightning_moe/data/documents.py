@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -72,12 +73,12 @@ def find_sources(inputs: list[str], pattern: str = "*", output: Path | None = No
         root = Path(given).expanduser()
         if root.is_dir():
             written = _place_inside(root, output)
-            for path in sorted(root.rglob("*")):
+            for path in _files_below(root):
                 relative = path.relative_to(root)
                 hidden = any(part.startswith(".") for part in relative.parts)
                 if hidden or (written is not None and relative.is_relative_to(written)):
                     continue
-                if fnmatch(path.name, pattern) and path.is_file():
+                if fnmatch(path.name, pattern):
                     sources.append(Source(str(path), relative.as_posix(), path.stat().st_size))
         elif root.is_file():
             sources.append(Source(str(root), root.name, root.stat().st_size))
@@ -96,6 +97,21 @@ def find_sources(inputs: list[str], pattern: str = "*", output: Path | None = No
             + ": there are no files, or all are empty"
         )
     return sources
+
+
+def _files_below(root: Path) -> list[Path]:
+    """All files in a folder and below, also where links lead, each folder once."""
+    files: list[Path] = []
+    seen: set[str] = set()
+    for folder, folders, names in os.walk(root, followlinks=True):
+        folders.sort()
+        here = os.path.realpath(folder)
+        if here in seen:  # a link back, or a second one to the same folder
+            folders.clear()
+            continue
+        seen.add(here)
+        files += [path for path in (Path(folder, name) for name in names) if path.is_file()]
+    return sorted(files)
 
 
 def _place_inside(root: Path, output: Path | None) -> Path | None:

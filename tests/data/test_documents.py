@@ -130,3 +130,15 @@ def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ValueError, match=r"a\.txt cannot be read \(No such file"):
         list(read_documents(Part(source, 0, 5, 5), "text"))
+
+
+def test_folders_behind_links_are_read_once(tmp_path: Path) -> None:
+    texts, more = tmp_path / "texts", tmp_path / "more"
+    for folder in (texts, more / "deep"):
+        folder.mkdir(parents=True)
+        (folder / "a.txt").write_text("text")
+    (texts / "link").symlink_to(more)
+    (texts / "link" / "back").symlink_to(texts)
+    (texts / "again").symlink_to(more)
+    (texts / "b.txt").symlink_to(texts / "a.txt")
+    assert [source.name for source in find_sources([str(texts)])] == ["a.txt", "again/deep/a.txt", "b.txt"]
