@@ -199,7 +199,7 @@ class TokenDataModule(LightningDataModule):
             self._given = {name: getattr(trainer, name) for name in _TRAINER_SETTINGS}
             self._given |= {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}
         self._resumed, self._resumed_step = None, 0
-        read = _tokens_read.get(trainer, 0) // self.sequence_length
+        read = _tokens_read.get(trainer, 0) // self.sequence_length if trainer.global_step else 0
         self._plan = BatchPlan(self.global_batch_size, self.sequence_length, trainer.global_step, read)
         self._check_trainer(trainer, self._given)
         self._check_batch_sizes(self._given["accumulate_grad_batches"])

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -280,9 +281,14 @@ class PlannedRun:
         callbacks = [*callbacks] if isinstance(callbacks, list) else [callbacks]
         if settings["max_time"]:
             callbacks.append(Timer(settings["max_time"]))
+        interval = settings["val_check_interval"]
+        timed = isinstance(interval, (str, dict, timedelta))  # in time, as the Trainer reads it
         settings |= {
             "callbacks": callbacks,
+            "val_check_interval": None if timed else interval,
+            "_val_check_time_interval": Timer(interval)._duration if timed else None,
             "lightning_module": self.fit.model,
+            "world_size": self.world_size,
             "strategy": SimpleNamespace(distributed_sampler_kwargs={"num_replicas": self.world_size, "rank": 0}),
             "limit_train_batches": settings["limit_train_batches"] or 1.0,
             "fit_loop": SimpleNamespace(epoch_loop=SimpleNamespace()),

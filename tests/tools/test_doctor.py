@@ -543,7 +543,7 @@ def test_data_of_a_store(without_gpu: None, tmp_path: Path, monkeypatch: pytest.
     told, errors = plan(tmp_path, *tokens)
     assert "token ids up to" in errors[0]
     assert f"vocab_size is {SMALL_MODEL['vocab_size']}" in errors[0]
-    told, errors = plan(tmp_path, *tokens, "--model.config.vocab_size=300")
+    told, errors = plan(tmp_path, *tokens, "--model.config.vocab_size=300", "--trainer.val_check_interval=00:00:15:00")
     assert errors == []
     assert told["data"].startswith(f"{tmp_path}/store: ")
     assert "tokenizer byte" in told["data"]
