@@ -2,6 +2,10 @@
 
 import torch
 
+# Arguments of kernels that change with the routing. Triton must not specialise on them: it would compile a kernel once
+# more in mid-training, for multiples of 16 and for others.
+ROUTED = ("choices", "rows", "blocks")
+
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether kernels for bfloat16 and float32 run on tensors of a device and dtype.

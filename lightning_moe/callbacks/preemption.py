@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lightning_moe.callbacks.averaging import averages_weights
 from lightning_moe.callbacks.interrupt import TrainingInterrupted, save_interrupted
 
 
@@ -106,7 +106,7 @@ class Preemption(Callback):
         if not self._between_steps or trainer.state.fn != TrainerFn.FITTING:
             return
         # A validation of averaged weights, which are in the model's place until its end, is waited for.
-        if not any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        if not averages_weights(trainer):
             self._stop_if_agreed(trainer, validating=True)
 
     @override

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
-from torch import Tensor
+from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
+from lightning_moe.callbacks.averaging import averages_weights
 from lightning_moe.callbacks.interrupt import INTERRUPTED
 
 
@@ -116,42 +116,37 @@ class RunCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_epoch_end(trainer, pl_module)
         # At the end of training averages have taken the place of the trained weights, from which a longer run goes on
-        averages = any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-        if averages and trainer.fit_loop.done:
-            self.on_train_end(trainer, pl_module)
+        if averages_weights(trainer) and trainer.fit_loop.done:
+            self._save(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._save(trainer)
 
-    def _save(self, trainer: Trainer) -> None:
-        if not self._should_skip_saving_checkpoint(trainer):
-            candidates = self._monitor_candidates(trainer)
-            self._save_topk_checkpoint(trainer, candidates)
-            self._save_last_checkpoint(trainer, candidates)
-
     @property
     def _ranks_validations(self) -> bool:
         return self.monitor is not None and self.monitor.startswith("val")
 
-    @override
-    def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+    def _save(self, trainer: Trainer) -> None:
+        """Saves among the best, if the metric is that of these weights, and else as the newest."""
+        if self._should_skip_saving_checkpoint(trainer):
+            return
+        candidates = self._monitor_candidates(trainer)
         previous, self._newest = self._newest, ""
-        present = self.monitor is None or self.monitor in monitor_candidates
+        present = self.monitor is None or self.monitor in candidates
         stale = self._ranks_validations and self._validated_step != trainer.global_step
         missing = not present and trainer.fit_loop.epoch_loop.val_loop._has_run  # an error of Lightning's names it
-        if self.save_top_k == 0 or missing or (present and not stale):
-            super()._save_topk_checkpoint(trainer, monitor_candidates)
-        if self.save_top_k == 0:
-            return
-        if self._last_global_step_saved != trainer.global_step:
-            self._newest = self.format_checkpoint_name(monitor_candidates)
-            self._save_checkpoint(trainer, self._newest)
-        kept = [self._newest, *self.best_k_models]
-        if previous and previous not in kept and self._should_remove_checkpoint(trainer, previous, self._newest):
-            self._remove_checkpoint(trainer, previous)
+        if missing or (present and not stale):
+            self._save_topk_checkpoint(trainer, candidates)
+        if self.save_top_k != 0:
+            if self._last_global_step_saved != trainer.global_step:
+                self._newest = self.format_checkpoint_name(candidates)
+                self._save_checkpoint(trainer, self._newest)
+            kept = [self._newest, *self.best_k_models]
+            if previous and previous not in kept and self._should_remove_checkpoint(trainer, previous, self._newest):
+                self._remove_checkpoint(trainer, previous)
+        self._save_last_checkpoint(trainer, candidates)
 
     def _forget_more_than_top_k(self, trainer: Trainer) -> None:
         """Removes what an earlier run kept and this one would not, but what it goes on from."""

@@ -72,13 +72,10 @@ def find_sources(inputs: list[str], pattern: str = "*", output: Path | None = No
     for given in inputs:
         root = Path(given).expanduser()
         if root.is_dir():
-            written = _place_inside(root, output)
-            for path in _files_below(root):
+            for path in _files_below(root, output):
                 relative = path.relative_to(root)
                 hidden = any(part.startswith(".") for part in relative.parts)
-                if hidden or (written is not None and relative.is_relative_to(written)):
-                    continue
-                if fnmatch(path.name, pattern):
+                if not hidden and fnmatch(path.name, pattern):
                     sources.append(Source(str(path), relative.as_posix(), path.stat().st_size))
         elif root.is_file():
             sources.append(Source(str(root), root.name, root.stat().st_size))
@@ -99,10 +96,10 @@ def find_sources(inputs: list[str], pattern: str = "*", output: Path | None = No
     return sources
 
 
-def _files_below(root: Path) -> list[Path]:
-    """All files in a folder and below, also where links lead, each folder once."""
+def _files_below(root: Path, left_out: Path | None) -> list[Path]:
+    """All files in a folder and below, also where links lead, each folder once and one of them not."""
     files: list[Path] = []
-    seen: set[str] = set()
+    seen = set() if left_out is None else {os.path.realpath(left_out)} - {os.path.realpath(root)}
     for folder, folders, names in os.walk(root, followlinks=True):
         folders.sort()
         here = os.path.realpath(folder)
@@ -112,13 +109,6 @@ def _files_below(root: Path) -> list[Path]:
         seen.add(here)
         files += [path for path in (Path(folder, name) for name in names) if path.is_file()]
     return sorted(files)
-
-
-def _place_inside(root: Path, output: Path | None) -> Path | None:
-    """The path of the output relative to an input folder, or None where it does not lie inside."""
-    if output is None or root.resolve() not in output.resolve().parents:
-        return None
-    return output.resolve().relative_to(root.resolve())
 
 
 def split_into_parts(source: Source, part_bytes: int, text_field: str) -> list[Part]:

@@ -9,13 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_moe.kernels import ROUTED
 from lightning_moe.precision.float8_jit import e4m3_code, magnitude_of, scale_of
 
 _TILE = 128
 _TILES = 8  # of a program
 _FIRST_PAST_FINITE = 0x7F800000  # magnitudes of float32 that are not finite, as integers
-# Numbers that change with the routing: for each kind of multiple of 16 a kernel would be compiled, in mid-training.
-_ROUTED = ("choices",)
 
 
 @triton.jit
@@ -73,7 +72,7 @@ def round_rows_kernel(x_TD: Tensor, index_N: Tensor | None, values_ND: Tensor, s
         )
 
 
-@triton.jit(do_not_specialize=_ROUTED)
+@triton.jit(do_not_specialize=ROUTED)
 def _expand_rows_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     values_ptr,
     scales_ptr,

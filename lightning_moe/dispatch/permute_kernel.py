@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_moe.kernels import ROUTED
+
 _BLOCK = 1024
-# Numbers that change with the routing: for each kind of multiple of 16 a kernel would be compiled, in mid-training.
-_ROUTED = ("choices", "rows")
 
 
-@triton.jit(do_not_specialize=_ROUTED)
+@triton.jit(do_not_specialize=ROUTED)
 def _copy_rows_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     source_ptr,
     index_ptr,
@@ -41,7 +41,7 @@ def _copy_rows_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotatio
                 tl.store(out_weights_ptr + row, weight, mask=present)
 
 
-@triton.jit(do_not_specialize=_ROUTED)
+@triton.jit(do_not_specialize=ROUTED)
 def _clear_padding_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     choice_ptr,
     out_ptr,
@@ -107,7 +107,7 @@ def copy_rows_kernel(
     return out_RD, out_weights
 
 
-@triton.jit(do_not_specialize=_ROUTED)
+@triton.jit(do_not_specialize=ROUTED)
 def _sum_rows_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     source_ptr,
     index_ptr,
@@ -175,7 +175,7 @@ def sum_rows_kernel(
     return out_TD, picked_TK
 
 
-@triton.jit(do_not_specialize=_ROUTED)
+@triton.jit(do_not_specialize=ROUTED)
 def _spread_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     grad_ptr,
     y_ptr,

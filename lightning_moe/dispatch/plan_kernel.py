@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_moe.kernels import ROUTED
+
 _MOST_CELLS = 16384  # of the table of a block's choices by expert
 _SCAN = 1024
-# Numbers that change with the routing: for each kind of multiple of 16 a kernel would be compiled, in mid-training.
-_ROUTED = ("choices", "rows", "blocks")
 
 
-@triton.jit(do_not_specialize=_ROUTED)
+@triton.jit(do_not_specialize=ROUTED)
 def _count_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     indices_ptr, counts_ptr, choices, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -29,7 +29,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations i
     tl.store(counts_ptr + block * EXPERTS + experts, counts)
 
 
-@triton.jit(do_not_specialize=_ROUTED)
+@triton.jit(do_not_specialize=ROUTED)
 def _scan_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     counts_ptr, totals_ptr, blocks, EXPERTS: tl.constexpr, SCAN: tl.constexpr
 ):
@@ -46,7 +46,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations it
     tl.store(totals_ptr + expert, total)
 
 
-@triton.jit(do_not_specialize=_ROUTED)
+@triton.jit(do_not_specialize=ROUTED)
 def _place_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     indices_ptr,
     before_ptr,

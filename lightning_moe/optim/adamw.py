@@ -55,7 +55,6 @@ class AdamW(torch.optim.AdamW):
         moments: Literal["float32", "bfloat16"] = "float32",
     ) -> None:
         _check_hyperparameters(lr, betas, eps, weight_decay)
-        _check_moments(moments)
         groups = [{"moments": moments, **group} for group in _as_groups(params)]
         if fused is None:
             devices = {_tensor(entry).device.type for group in groups for entry in group["params"]}
@@ -200,7 +199,9 @@ class AdamW(torch.optim.AdamW):
             param_group: Parameters or ``(name, parameter)`` pairs under ``"params"``, with options of the group.
 
         """
-        _check_moments(param_group.get("moments", "float32"))
+        moments = param_group.get("moments", "float32")
+        if moments not in ("float32", "bfloat16"):
+            raise ValueError(f"AdamW moments={moments!r}: must be float32 or bfloat16.")
         if "weight_decay" in param_group:
             super().add_param_group(param_group)
             return
@@ -243,11 +244,6 @@ def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     if entries and isinstance(entries[0], dict):
         return [{**group, "params": _as_list(group["params"])} for group in entries]
     return [{"params": entries}] if entries else []
-
-
-def _check_moments(moments: Any) -> None:
-    if moments not in ("float32", "bfloat16"):
-        raise ValueError(f"AdamW moments={moments!r}: must be float32 or bfloat16.")
 
 
 def _check_hyperparameters(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:

@@ -15,7 +15,18 @@ from torch import Tensor
 _IGNORED_LABEL = -100
 
 
-class EqualBatches:
+class _AroundLoader:
+    """Passes on what is asked of it, such as samplers, which Lightning looks for."""
+
+    loader: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+class EqualBatches(_AroundLoader):
     """Gives each process as many batches as the process with most has, and all of one shape.
 
     What is missing in a batch, or all of it, is filled with tokens whose labels are -100 and that are not ``valid``:
@@ -46,11 +57,6 @@ class EqualBatches:
                 return
             yield _filled_up(batch, *shape)
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":
-            raise AttributeError(name)
-        return getattr(self.loader, name)  # samplers and the like, which Lightning looks for
-
     def _agree(self, *numbers: int) -> list[int]:
         """The largest of each number on any process."""
         largest = torch.tensor(numbers)
@@ -58,7 +64,7 @@ class EqualBatches:
         return largest.tolist()
 
 
-class BeforePrefetched:
+class BeforePrefetched(_AroundLoader):
     """A loader without a length whose saved position is the one before a batch that has been read ahead.
 
     Lightning reads one batch ahead where it does not know how many there are: that one has not been trained on.
@@ -91,11 +97,6 @@ class BeforePrefetched:
         """Gives the loader a state."""
         self._position = None
         self.loader.load_state_dict(state_dict)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":
-            raise AttributeError(name)
-        return getattr(self.loader, name)
 
 
 class StatefulEqualBatches(EqualBatches):

@@ -13,6 +13,7 @@ from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.setup import _parse_time_interval_seconds
 from torch import nn
 from typing_extensions import override
 
@@ -286,7 +287,7 @@ class PlannedRun:
         settings |= {
             "callbacks": callbacks,
             "val_check_interval": None if timed else interval,
-            "_val_check_time_interval": Timer(interval)._duration if timed else None,
+            "_val_check_time_interval": _parse_time_interval_seconds(interval) if timed else None,
             "lightning_module": self.fit.model,
             "world_size": self.world_size,
             "strategy": SimpleNamespace(distributed_sampler_kwargs={"num_replicas": self.world_size, "rank": 0}),
